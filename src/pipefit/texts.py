@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import groupby
+from os import PathLike, fspath
 
 _LONGEST = 60  # characters of a refused value that a message repeats
 _LONGEST_WORD = 4200  # characters; a path has at most 4,096
 _USUAL = {"gpu": "cuda"}  # other common names
 
 
-def printable(text: str) -> str:
-    """Replace control characters, which a file could use to rewrite a terminal."""
+def printable(text: str | PathLike[str]) -> str:
+    """Return a text or a path without control characters, which a file could use to rewrite a terminal."""
     return "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in fspath(text)
     )
 
 

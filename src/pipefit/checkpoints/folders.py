@@ -107,13 +107,15 @@ class Candidates:
         """
         if self._current is None:
             self._current = _opened(self.path) if self.named else self._next()
-        self.tell(f"{_named(self._current.folder)} is used instead")
+        self.tell(f"{printable(self._current.folder)} is used instead")
         return self._current
 
     def tell(self, instead: str) -> None:
         """Warn about each checkpoint skipped since the last call, with the action taken `instead`."""
         for folder, reason in self.passed[self._told :]:
-            warnings.warn(f"{_named(folder)} is skipped: {reason}; {instead}", PipefitWarning, stacklevel=4)
+            warnings.warn(
+                f"{printable(folder)} is skipped: {reason}; {instead}", PipefitWarning, stacklevel=4
+            )
         self._told = len(self.passed)
 
     def pass_over(self, error: FileError) -> None:
@@ -148,8 +150,8 @@ class Candidates:
         why = "name a folder with saved checkpoints"
         if self.passed:
             folder, reason = self.passed[0]
-            why = f"{_named(folder)} cannot be used: {reason}"
-        raise FileError(f"{_named(self.path)} does not contain a complete checkpoint: {why}")
+            why = f"{printable(folder)} cannot be used: {reason}"
+        raise FileError(f"{printable(self.path)} does not contain a complete checkpoint: {why}")
 
     def _is_of_another(self, owner: Owner) -> bool:
         """Return whether the owner is neither the newest readable training nor the requested run."""
@@ -196,7 +198,9 @@ def survey(directory: Path) -> list[FolderEntry]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
-        raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise FileError(
+            f"{printable(directory)} cannot be read: {getattr(error, 'strerror', error)}"
+        ) from None
     result = [(int(match[1]), match[0]) for match in map(_WHOLE.fullmatch, names) if match]
     return [
         FolderEntry(step=step, folder=directory / name, obstacle=_obstacle(directory / name))
@@ -237,7 +241,7 @@ def _obstacle(folder: Path) -> str:
     except FileNotFoundError:
         return f"it does not contain {MANIFEST}"
     except OSError as error:
-        raise UnreadableCheckpoint(f"{_named(folder)} cannot be read: {error.strerror}") from None
+        raise UnreadableCheckpoint(f"{printable(folder)} cannot be read: {error.strerror}") from None
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -253,7 +257,7 @@ def _is_checkpoint(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character in the name
         return False
     except OSError as error:
-        raise FileError(f"{_named(folder)} cannot be read: {error.strerror}") from None
+        raise FileError(f"{printable(folder)} cannot be read: {error.strerror}") from None
     return True
 
 
@@ -268,12 +272,12 @@ def _opened(folder: Path) -> Checkpoint:
     with _damage(folder):
         if match and folder.is_symlink():
             raise FileError(
-                f"{_named(folder)} is a symbolic link, which pipefit does not follow: name its target"
+                f"{printable(folder)} is a symbolic link, which pipefit does not follow: name its target"
             )
-        manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
+        manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, printable(folder / MANIFEST)))
         if match and folder.name != folder_of(folder.parent, manifest.step).name:
             raise FileError(
-                f"{_named(folder)} holds the checkpoint of step {manifest.step}, so it has been renamed: "
+                f"{printable(folder)} holds the checkpoint of step {manifest.step}, so it has been renamed: "
                 f"restore its name {folder_of(folder.parent, manifest.step).name}"
             )
     return Checkpoint(folder=folder, manifest=manifest)
@@ -289,7 +293,7 @@ def _damage(folder: Path) -> Iterator[None]:
     except FileError as error:
         known = [other for _, other in whole(folder.parent)]
         before = known[: known.index(folder)] if folder in known else []
-        offer = f"{_BEFORE}{_named(before[-1])}" if before else ""
+        offer = f"{_BEFORE}{printable(before[-1])}" if before else ""
         raise DamagedCheckpoint(f"{error}{offer}") from None
 
 
@@ -309,11 +313,11 @@ def check_writable(directory: Path) -> None:
     )
     if not os.path.isdir(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is not a folder; name another"
+            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not a folder; name another"
         )
     if reason := obstacle(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: {_named(there)} is not writable ({reason}); name "
+            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not writable ({reason}); name "
             "another folder"
         )
 
@@ -332,11 +336,11 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
     set_aside(directory, aside)
     target = folder_of(directory, step)
     if os.path.lexists(target):
-        raise FileError(f"{_named(target)} already exists: remove it, or save to another folder")
+        raise FileError(f"{printable(target)} already exists: remove it, or save to another folder")
     later = [other for number, other in whole(directory) if number > step]
     if later:  # as the newest it would be loaded instead of this one, and `remove_old` would remove this one
         raise FileError(
-            f"{_named(later[-1])} already exists and is of a later step than {step}: resume from it, or "
+            f"{printable(later[-1])} already exists and is of a later step than {step}: resume from it, or "
             "save to another folder"
         )
     check_owner(directory, owner, first)
@@ -348,7 +352,7 @@ def begin(directory: Path, step: int, owner: Owner, *, first: int = 0, aside: Co
         partial.mkdir()
     except OSError as error:
         raise FileError(
-            f"{_named(partial)} cannot be created: {error.strerror}; save to another folder"
+            f"{printable(partial)} cannot be created: {error.strerror}; save to another folder"
         ) from None
     return partial
 
@@ -367,7 +371,9 @@ def check_owner(directory: Path, owner: Owner, first: int) -> None:
         except FileError:
             continue
         if other.training != owner.training or (other.run != owner.run and step > first):
-            raise FileError(f"{_named(folder)} belongs to another training, {other}: save to another folder")
+            raise FileError(
+                f"{printable(folder)} belongs to another training, {other}: save to another folder"
+            )
         return
 
 
@@ -407,7 +413,7 @@ def read_part(partial: Path, rank: int) -> Part:
         FileError: it cannot be used.
     """
     path = _part_file(partial, rank)
-    return cast("Part", loads(_read(path), Part, _named(path)))
+    return cast("Part", loads(_read(path), Part, printable(path)))
 
 
 def complete(partial: Path, manifest: Manifest) -> Path:
@@ -476,11 +482,7 @@ def _read(path: Path) -> bytes:
     with regular_file(path) as (file, nbytes):
         if nbytes > _LARGEST_MANIFEST:
             raise FileError(
-                f"{_named(path)} has {format_bytes(nbytes)}, but manifests have at most "
+                f"{printable(path)} has {format_bytes(nbytes)}, but manifests have at most "
                 f"{format_bytes(_LARGEST_MANIFEST)}"
             )
         return file.read()
-
-
-def _named(path: Path) -> str:
-    return printable(os.fspath(path))

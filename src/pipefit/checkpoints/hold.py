@@ -71,15 +71,15 @@ class Owner:
         )
 
 
-def new_owner(plan: str, *, training: str | None = None) -> Owner:
-    """Return this process as an owner: of a new training, or of a new run of `training`.
+def new_owner(plan: str) -> Owner:
+    """Return this process as an owner of a new training.
 
     Workers that torchrun restarts have the run of their first start.
     """
     agent = _agent()
     run = secrets.token_hex(16) if agent is None else sha256(agent.name.encode()).hexdigest()[:32]
     return Owner(
-        training=training or run,
+        training=run,
         run=run,
         host=socket.gethostname() or "this host",
         pid=os.getpid(),
@@ -195,7 +195,7 @@ class Hold:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(
-                f"{_named(directory)} cannot be created: {error.strerror}; save to another folder"
+                f"{printable(directory)} cannot be created: {error.strerror}; save to another folder"
             ) from None
         self.file = self._locked()
         self._give_up = weakref.finalize(self, _released, self._path, self.file, os.getpid())
@@ -243,7 +243,7 @@ class Hold:
                 os.close(file)
                 raise
             return file
-        raise FileError(f"{_named(self._path)} keeps changing: save to another folder")
+        raise FileError(f"{printable(self._path)} keeps changing: save to another folder")
 
     def _check_no_holder(self, file: int) -> None:
         """Check, on a file system without locks, that the file does not name a process that may run."""
@@ -252,7 +252,7 @@ class Hold:
             return
         raise FileError(
             f"{_held(self.directory, holder)}; this file system does not support locks that would show "
-            f"whether it has ended: if it has, remove {_named(self._path)}"
+            f"whether it has ended: if it has, remove {printable(self._path)}"
         )
 
     def _write_name(self) -> None:
@@ -280,7 +280,7 @@ def check_holder(directory: Path, owner: Owner) -> None:
         file = os.open(directory / LOCK, os.O_RDONLY | NO_LINK)
     except OSError as error:
         raise FileError(
-            f"{_named(directory / LOCK)}, the lock of this training's folder, cannot be read any more "
+            f"{printable(directory / LOCK)}, the lock of this training's folder, cannot be read any more "
             f"({error.strerror}): save to another folder"
         ) from None
     try:
@@ -291,13 +291,9 @@ def check_holder(directory: Path, owner: Owner) -> None:
         raise FileError(_held(directory, holder))
 
 
-def _named(path: Path) -> str:
-    return printable(os.fspath(path))
-
-
 def _held(directory: Path, holder: Owner | None) -> str:
     who = "another training" if holder is None else f"another training, {holder},"
-    return f"{who} is saving to {_named(directory)}: {_WAY_OUT}"
+    return f"{who} is saving to {printable(directory)}: {_WAY_OUT}"
 
 
 def _locked_by(directory: Path, holder: Owner | None) -> str:
@@ -305,7 +301,7 @@ def _locked_by(directory: Path, holder: Owner | None) -> str:
     here = holder is not None and holder.host == socket.gethostname()
     gone = holder is not None and here and _start_ticks(holder.pid) is None
     more = "; that process is not found here, but one that it started may hold the folder: fuser {} names it"
-    return _held(directory, holder) + (more.format(_named(directory / LOCK)) if gone else "")
+    return _held(directory, holder) + (more.format(printable(directory / LOCK)) if gone else "")
 
 
 def _opened(path: Path) -> int:
@@ -313,14 +309,14 @@ def _opened(path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     except OSError as error:
         raise FileError(
-            f"{_named(path)}, the lock of the folder, cannot be opened: {error.strerror}; save to another "
+            f"{printable(path)}, the lock of the folder, cannot be opened: {error.strerror}; save to another "
             "folder"
         ) from None
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(file)
         what = "has other names" if stat.S_ISREG(status.st_mode) else "is not a regular file"
-        raise FileError(f"{_named(path)} {what}: remove it, or save to another folder")
+        raise FileError(f"{printable(path)} {what}: remove it, or save to another folder")
     return file
 
 

@@ -122,11 +122,10 @@ def export(
     target = Path(output)
     if target.suffix not in (".safetensors", ".pt", ""):
         raise UsageError(
-            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: use one of "
-            "these"
+            f"{printable(target)} is neither a .safetensors nor a .pt file, nor a folder: use one of these"
         )
     if not target.suffix and os.path.lexists(target):
-        raise FileError(f"{printable(str(target))} already exists: name a new folder for the model")
+        raise FileError(f"{printable(target)} already exists: name a new folder for the model")
     tensors = load_state_dict(path)
     once = dict(
         list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1]
@@ -141,7 +140,7 @@ def export(
             write_model(temporary, once, shard_bytes)
         temporary.replace(target)
     except OSError as error:
-        raise FileError(f"{printable(str(target))} cannot be written: {error.strerror}") from None
+        raise FileError(f"{printable(target)} cannot be written: {error.strerror}") from None
     finally:
         remove_model(temporary)
     return sum(tensor.nbytes for tensor in once.values())
@@ -190,7 +189,7 @@ def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
 
 def _index(path: Path) -> Mapping[str, str]:
     """Return the file of each tensor from an index in Hugging Face's format."""
-    source = printable(str(path))
+    source = printable(path)
     try:
         result = json.loads(content(path, source, _LARGEST_INDEX, "an index of tensors has"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -212,7 +211,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
-    source = printable(str(path))
+    source = printable(path)
     if not os.path.isfile(path):
         raise FileError(
             f"file {source} does not exist: weights are a .safetensors file, or a folder with {INDEX}"

@@ -56,7 +56,7 @@ def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
         UnreadableCheckpoint: access is denied, or resources to read it are lacking just now.
         FileError: it is missing, not a regular file, or cannot be read.
     """
-    source = printable(os.fspath(path))
+    source = printable(path)
     try:
         number = os.open(path, os.O_RDONLY | NO_LINK)
         with os.fdopen(number, "rb", buffering=0) as file:
@@ -121,7 +121,7 @@ def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> di
         FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
     """
     path = folder / shard.file
-    source = printable(str(path))
+    source = printable(path)
     with regular_file(path) as (file, nbytes):
         _check_bytes(file, nbytes, shard, source)
         with _parsed(file, path, source) as content:
@@ -136,7 +136,7 @@ def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> 
         FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
     """
     path = folder / shard.file
-    source = printable(str(path))
+    source = printable(path)
     with regular_file(path) as (file, nbytes):
         _check_size(nbytes, shard, source)
         with _parsed(file, path, source) as content:
@@ -151,7 +151,7 @@ def check_shard(folder: Path, shard: Shard) -> None:
     """
     path = folder / shard.file
     with regular_file(path) as (file, nbytes):
-        _check_bytes(file, nbytes, shard, printable(str(path)))
+        _check_bytes(file, nbytes, shard, printable(path))
 
 
 def _header(tensors: Mapping[str, Tensor]) -> memoryview:

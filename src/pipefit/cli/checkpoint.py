@@ -93,9 +93,7 @@ def _described(checkpoint: Checkpoint) -> list[Block]:
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
     held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
     return [
-        (
-            f"{printable(str(checkpoint.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all intact"
-        ),
+        (f"{printable(checkpoint.folder)}: step {manifest.step}, seed {manifest.seed}, {shards}, all intact"),
         f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
         f"{counted(len(manifest.tensors), 'tensor')}: {held}",
     ]

@@ -36,7 +36,7 @@ def used(file: Path) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise FileError(f"{printable(str(file))} cannot be used: {error}") from error
+        raise FileError(f"{printable(file)} cannot be used: {error}") from error
 
 
 @contextmanager

@@ -411,7 +411,7 @@ def _opened(path: Path) -> FileIO:
         return path.open("wb", buffering=0)
     except OSError as error:
         raise FileError(
-            f"{printable(str(path))} cannot be written: {error.strerror}; choose another file"
+            f"{printable(path)} cannot be written: {error.strerror}; choose another file"
         ) from None
 
 
@@ -425,7 +425,7 @@ def _lines_before(path: Path, first: int) -> list[tuple[int, bytes]]:
     if not first or not path.is_file():
         return []
     result = list[tuple[int, bytes]]()
-    for line in content(path, printable(str(path)), _LARGEST_BYTES, "files of metrics have").splitlines(
+    for line in content(path, printable(path), _LARGEST_BYTES, "files of metrics have").splitlines(
         keepends=True
     ):
         with suppress(ValueError, TypeError, KeyError, RecursionError):

@@ -54,8 +54,8 @@ class Edge(NamedTuple):
     found.
     """
 
-    holds: int | None
-    fails: int | None
+    holds: int | None = None
+    fails: int | None = None
 
 
 def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
@@ -64,7 +64,7 @@ def edge(judge: Judge, numbers: range, guess: Guess | None = None) -> Edge:
     """
     place = _accepted(judge, numbers, range(min(len(numbers), PATIENCE)))
     if place is None:
-        return Edge(None, None)
+        return Edge()
     if not judge(numbers[place]):
         return Edge(None, numbers[place])
     low, high = _gallop(judge, numbers, place, guess)
@@ -153,26 +153,16 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
     search = _LargestSearch(growth, progress, certify)
     result = search.edge()
     while True:
-        search.settle(result.fits)
-        search.judge(result.beyond)
-        tried = [value for value in (result.fits, result.beyond) if value is not None]
+        search.settle(result.holds)
+        search.judge(result.fails)
+        tried = [value for value in result if value is not None]
         verified = search.verify(tried if certify else tried[:1])
         if verified is None:
             result = search.again()
         elif verified:
-            return _answer(growth, search, result)
+            return _answer(growth, search, *result)
         else:
             result = search.edge_of_all()
-
-
-class _Neighbours(NamedTuple):
-    """The last value that fits, and the next one, which does not; None if there is none."""
-
-    fits: int | None
-    beyond: int | None
-
-
-_NEITHER = _Neighbours(None, None)
 
 
 _FAR_OVER = 1.1  # of a budget: a dry run of a plan beyond it would take long and hardly find that it fits
@@ -205,7 +195,7 @@ class _LargestSearch:
         None  # only the last one that fits, because answers hold their whole search
     )
 
-    def edge(self) -> _Neighbours:
+    def edge(self) -> Edge:
         """Return the neighbours by plans: first by those found fast, then by full plans from their edge on.
 
         Fast plans have one device per stage; from their edge on, tensor-parallel ranks too. If a full search
@@ -213,25 +203,25 @@ class _LargestSearch:
         either.
         """
         values = self.growth.values
-        soon = self._neighbours(self._fits_soon, values, self._likely) if self.growth.searches else _NEITHER
-        if soon.fits is not None and soon.beyond is not None:
-            self._begin(soon.fits)
-        if soon.beyond is not None and self._fits_on_ranks(soon.beyond):
-            soon = self._onwards(self._fits_on_ranks, soon.beyond, self._likely)
-        if soon.fits is None:
+        soon = self._neighbours(self._fits_soon, values, self._likely) if self.growth.searches else Edge()
+        if soon.holds is not None and soon.fails is not None:
+            self._begin(soon.holds)
+        if soon.fails is not None and self._fits_on_ranks(soon.fails):
+            soon = self._onwards(self._fits_on_ranks, soon.fails, self._likely)
+        if soon.holds is None:
             return self.edge_of_all()
-        if not self.settle(soon.fits):
+        if not self.settle(soon.holds):
             return soon
-        self.ranks = () if soon.beyond is None else self._ranks(soon.beyond)
-        return self._onwards(self._fits, soon.fits)
+        self.ranks = () if soon.fails is None else self._ranks(soon.fails)
+        return self._onwards(self._fits, soon.holds)
 
-    def _onwards(self, fits: Judge, value: int, guess: Guess | None = None) -> _Neighbours:
+    def _onwards(self, fits: Judge, value: int, guess: Guess | None = None) -> Edge:
         """Return the neighbours among the values from `value`, which fits, on."""
         values, rising = self.growth.values, self.growth.sense == "largest"
         onwards = values[values.index(value) :: 1 if rising else -1]
-        return _Neighbours(*edge(fits, onwards, guess if rising else None))
+        return edge(fits, onwards, guess if rising else None)
 
-    def again(self) -> _Neighbours:
+    def again(self) -> Edge:
         """Return the neighbours by traces, after one of them differed from a profile."""
         if self.growth.depths is not None:
             self.growth.depths.trace_all()
@@ -319,17 +309,17 @@ class _LargestSearch:
         assert self.growth.depths is not None
         return self.growth.depths.as_traced(value, plan)
 
-    def edge_of_all(self) -> _Neighbours:
+    def edge_of_all(self) -> Edge:
         """Return the neighbours by full plans, and by dry runs if any."""
         return self._neighbours(self._fits, self.growth.values)
 
-    def _neighbours(self, fits: Judge, values: range, guess: Guess | None = None) -> _Neighbours:
+    def _neighbours(self, fits: Judge, values: range, guess: Guess | None = None) -> Edge:
         """Return the last of `values` that fits and the next one, searched from the end that fits or, for the
         smallest value, from the end that does not.
         """
         if self.growth.sense == "largest":
-            return _Neighbours(*edge(fits, values, guess))
-        return _Neighbours(*reversed(edge(lambda value: _negated(fits(value)), values)))
+            return edge(fits, values, guess)
+        return Edge(*reversed(edge(lambda value: _negated(fits(value)), values)))
 
     def settle(self, value: int | None) -> bool:
         """Make a full plan of the last value that fits; keep the plan found fast if the full plan does not
@@ -515,10 +505,9 @@ def _negated(statement: bool | None) -> bool | None:
     return None if statement is None else not statement
 
 
-def _answer(growth: Growth, search: _LargestSearch, neighbours: _Neighbours) -> Fit:
+def _answer(growth: Growth, search: _LargestSearch, best: int | None, beyond: int | None) -> Fit:
     if not search.known:
         raise UsageError(next(iter(search.refused.values())))
-    best, beyond = neighbours
     if best is None:
         assert beyond is not None  # at least one value was tried
         why = refusal(growth.named(beyond), search.proofs.get(beyond, ""), search.known[beyond].nearest)

@@ -498,8 +498,8 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
 class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that tracks, for every storage, the buffers' storages from which its content was computed.
 
-    - `written` are the storages that were written to, `in_place` those among them that are not statistics of
-      a norm.
+    - `taken` are the storages that operations took, `written` those that were written to, and `in_place` those
+      of the latter that are not statistics of a norm.
     - `draws` says that random numbers came from another generator than torch's default, `draws_any` that
       there were any.
     - `reads_numbers` says that a number of unknown value was read.
@@ -512,8 +512,7 @@ class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
             t.untyped_storage() for t in tensors
         ]  # kept alive, so that no address is reused
         self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
-        self.written: set[int] = set()
-        self.in_place: set[int] = set()
+        self.taken, self.written, self.in_place = set[int](), set[int](), set[int]()
         self.draws = self.reads_numbers = False
         self.coupled, self.draws_any = "", False
 
@@ -536,6 +535,7 @@ class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.coupled = self.coupled or coupling(func, given)
         self.draws_any |= draws(func, args, kwargs or {})
         self.draws |= given.get("generator") not in (None, torch.default_generator)
+        self.taken |= set(map(storage_key, tensors(given)))
         sources = frozenset[int]().union(*map(self.of, tensors(read)))
         out = func(*args, **(kwargs or {}))
         written = tensors([given.get(name) for name in changed])

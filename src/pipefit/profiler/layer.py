@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -37,7 +37,6 @@ from pipefit.profiler.feedback import (
     changed_inputs,
     changed_name,
     feedback,
-    given_storages,
     nodes,
     plain_attributes,
 )
@@ -56,7 +55,7 @@ from pipefit.schema.layer_costs import (
 )
 from pipefit.schema.trace import Category
 from pipefit.texts import dtype_name
-from pipefit.torch_internals import TorchDispatchMode, pytree
+from pipefit.torch_internals import pytree
 
 # ---- Saved tensors: which operation saved each, and whose storage each has
 
@@ -169,29 +168,15 @@ def _identity(tensor: Tensor) -> object:
 # once: it is neither recomputed nor replicated. Its tensors are not copied, unlike the buffers of layers.
 
 
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode whose `storages` are those that operations took."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.storages |= given_storages(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 def changed_by_loss(forward: Callable[[], object], loss: object) -> str:
     """Return what `forward`, which runs `loss` over fake tensors, changes, to follow "which"; or ""."""
     before = [one for one in reachable(loss) if isinstance(one, Tensor)]
-    with noticing() as stood_in, Reads() as reads, BufferSources(()) as sources:
+    with noticing() as stood_in, BufferSources(()) as sources:
         forward()
     kept = set(map(id, reachable(loss)))
     held = held_tensors(loss) if isinstance(loss, nn.Module) else {}
     names = {id(tensor): repr(name) for name, tensor in held.items()}
-    replaced = [one for one in before if id(one) not in kept and storage_key(one) in reads.storages]
+    replaced = [one for one in before if id(one) not in kept and storage_key(one) in sources.taken]
     changed = [
         *stood_in.replaced,
         *replaced,

@@ -66,7 +66,7 @@ class Saving:
         for entry in reversed(survey(Path(self.directory))):
             if entry.step > first and entry.obstacle:
                 raise UsageError(
-                    f"{printable(str(entry.folder))} is an incomplete checkpoint ({entry.obstacle}): remove "
+                    f"{printable(entry.folder)} is an incomplete checkpoint ({entry.obstacle}): remove "
                     "it, or save to another folder"
                 )
         newest = self.newest

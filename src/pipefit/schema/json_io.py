@@ -502,7 +502,7 @@ def _named(path: str | os.PathLike[str]) -> str:
         UsageError: not a path.
     """
     file_access.path_of(path)
-    return printable(os.fspath(path)) or "''"
+    return printable(path) or "''"
 
 
 def _reason(error: Exception) -> str:

@@ -336,10 +336,7 @@ class _Writing:
         last = (
             f"the last complete checkpoint is {known[-1]}" if known else "there is no complete checkpoint yet"
         )
-        return (
-            f"checkpoint {self.target.step} cannot be saved to {printable(str(self.partial))}: {reason}; "
-            f"{last}"
-        )
+        return f"checkpoint {self.target.step} cannot be saved to {printable(self.partial)}: {reason}; {last}"
 
 
 def _reason(error: BaseException) -> str:

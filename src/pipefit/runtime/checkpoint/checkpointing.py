@@ -182,7 +182,7 @@ class Checkpointing:
                 error = failed
         if self._saver.which(error is not None, self._on_load):
             raise error or FileError(
-                f"worker 0 cannot lock {printable(str(directory))}; its output shows the reason"
+                f"worker 0 cannot lock {printable(directory)}; its output shows the reason"
             )
         there = self._saver.which(bool(steps), self._on_load)
         return self.load(directory, seed=self._all[0].seed) if there else None
@@ -210,7 +210,7 @@ class Checkpointing:
             if isinstance(error, PipefitError | torch.OutOfMemoryError) or no_memory(error):
                 raise
             raise FileError(
-                f"{printable(str(checkpoint.folder))} cannot be loaded: its settings differ from those of "
+                f"{printable(checkpoint.folder)} cannot be loaded: its settings differ from those of "
                 f"this task's optimizer and scheduler ({in_one_line(error)})"
             ) from error
         for runner in self.runners:
@@ -241,7 +241,7 @@ class Checkpointing:
                 return checkpoint, tensors
             if error is None and candidates.named:
                 raise PeerLost(
-                    f"worker {failed[0]} cannot read {printable(str(checkpoint.folder))}; its output shows "
+                    f"worker {failed[0]} cannot read {printable(checkpoint.folder)}; its output shows "
                     "the reason"
                 )
             candidates.pass_over(error or DamagedCheckpoint(f"worker {failed[0]} cannot read it"))
@@ -261,7 +261,7 @@ class Checkpointing:
         ):
             return
         raise FileError(
-            f"{printable(str(checkpoint.folder))} belongs to another training, {manifest.owner}, which "
+            f"{printable(checkpoint.folder)} belongs to another training, {manifest.owner}, which "
             f"saved it at {utc(manifest.saved_seconds)}, after this training had begun: use a separate "
             "folder for each training"
         )
@@ -371,7 +371,7 @@ def _check_seed(checkpoint: Checkpoint, seed: int | None) -> None:
     trained = checkpoint.manifest.seed
     if seed not in (None, trained):
         raise UsageError(
-            f"{printable(str(checkpoint.folder))} was trained with seed {trained}, by training "
+            f"{printable(checkpoint.folder)} was trained with seed {trained}, by training "
             f"{checkpoint.manifest.owner}, but this training has seed {seed}: resume with seed {trained} "
             "(Trainer.load uses the checkpoint's seed), or save to another folder"
         )

@@ -466,7 +466,7 @@ def check_weight(path: str | os.PathLike[str], name: str, tensor: Tensor | None,
     Raises:
         FileError: it is missing, or has another shape or kind of numbers.
     """
-    source = printable(os.fspath(path))
+    source = printable(path)
     if tensor is None:
         raise FileError(f"{source} does not fit the model: it lacks {name} of shape {tuple(into.shape)}")
     if tensor.shape != into.shape or (tensor.dtype != into.dtype and not _both_floating(tensor, into)):
@@ -627,4 +627,4 @@ def _take_rest(manifest: Manifest, stage: TrainedPart) -> None:
 
 
 def _named(checkpoint: Checkpoint) -> str:
-    return printable(str(checkpoint.folder))
+    return printable(checkpoint.folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ from pipefit.texts import counted, dtype_name
 
 # ---- Programs of a trainer's steps
 # Each program is lowered once, because runners cache the instructions of programs they have run.
-
-
-class _Before(TypedDict):
-    """Microbatches that have entered a pipeline, as arguments of `lower`."""
-
-    entered: int
-    steps: int
-    smaller: tuple[tuple[int, int], ...]
 
 
 class Programs:
@@ -50,7 +42,7 @@ class Programs:
         last = self._rows(last)
         key = microbatches, update, count, steps, last, entered.smaller
         if key not in self._training:
-            before: _Before = {"entered": count, "steps": steps, "smaller": entered.smaller}
+            before: dict[str, Any] = {"entered": count, "steps": steps, "smaller": entered.smaller}
             self._training[key] = (
                 lower(self._plan, microbatches=microbatches, last=last, update=update, **before)
                 if microbatches

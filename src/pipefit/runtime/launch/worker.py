@@ -134,7 +134,7 @@ def _resumed(candidates: Candidates, plan: Plan, steps: int, seed: int | None) -
     checkpoint = candidates.take()
     check_task(checkpoint, plan.profile)
     checkpoint.check_headers()  # before anything starts; workers read the bytes and check their hashes
-    manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
+    manifest, named = checkpoint.manifest, printable(checkpoint.folder)
     if manifest.step >= steps:
         raise UsageError(
             f"{named} already has {counted(manifest.step, 'step')}, but the training should end after "
