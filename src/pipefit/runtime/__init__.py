@@ -14,11 +14,11 @@ from pipefit.runtime.checks.comparison import (
 from pipefit.runtime.checks.plan_check import check_casts, check_model
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.comm.collectives import mark, may_be_absent, unmark
-from pipefit.runtime.comm.transport import groups_in_order, joins_workers
+from pipefit.runtime.comm.transport import Transport, groups_in_order, joins_workers
 from pipefit.runtime.dry_run.certify import certify, divided_without_peers, rank_without_peers
 from pipefit.runtime.engine.assembly import agreement_of, assemble, put_on_device, usual_layers
 from pipefit.runtime.engine.batches import cut_batch
-from pipefit.runtime.engine.execution import NoPeers, run_in_turn
+from pipefit.runtime.engine.execution import run_in_turn
 from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
 from pipefit.runtime.engine.in_flight import (
     GraphEnds,
@@ -71,7 +71,6 @@ __all__ = [
     "LossScale",
     "MasterWeights",
     "Names",
-    "NoPeers",
     "OnStreams",
     "RankShards",
     "SaveReport",
@@ -85,6 +84,7 @@ __all__ = [
     "Trainer",
     "TrainerArguments",
     "TrainerOptions",
+    "Transport",
     "Undivided",
     "UnpacedCopies",
     "Updates",

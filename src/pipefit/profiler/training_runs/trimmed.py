@@ -23,10 +23,10 @@ from pipefit.measure import Kernels, MemoryMeter, threads_of
 from pipefit.profiler.training_runs.runs import Interval, Outcome, RunProgress, Runs, Stages, trimmed
 from pipefit.runtime import (
     Hardware,
-    NoPeers,
     Site,
     Source,
     StageSources,
+    Transport,
     assemble,
     check_backwards,
     check_casts,
@@ -93,7 +93,7 @@ class LoneStages:
             ),
             plan=plan,
             program=programs[-1],
-            transport=NoPeers(),
+            transport=Transport(),
             clock=lambda: 0.0,
             seed=_SEED,
         )

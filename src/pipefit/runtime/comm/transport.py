@@ -18,19 +18,20 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from pipefit.errors import PeerLost, UsageError, all_lines
+from pipefit.fake_cuda.target import is_fake
 from pipefit.lowering import whole_run
 from pipefit.memory import sums, tensor_groups
 from pipefit.runtime.engine.tensor_groups import TensorGroups, Together, lost, naming_the_lost
 from pipefit.runtime.hardware import Hardware, check_hosts
 from pipefit.runtime.offload.lending import Lending
-from pipefit.schema.actions import SENDS, Action, Kind, Message, Placement, collective
+from pipefit.schema.actions import RECEIVES, SENDS, Action, Kind, Message, Placement, collective
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Channel, Program, channel, channels
 from pipefit.tensor_parallel import Collectives, Loan, ProcessGroupCollectives
@@ -154,11 +155,17 @@ _UnderWay = Sequence[dist.Work | Loan]  # joined in order
 Owners = Sequence[int]  # the device that owns each tensor of a collective; empty without owners
 
 
-class Transport(Protocol):
-    """Exchange of tensors between a `DeviceRunner` and others."""
+class Transport:
+    """Exchange of tensors between a `DeviceRunner` and others; this one is for a device without others.
+
+    It receives zeros, and sent tensors are dropped; all transfers are complete from the start.
+    """
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> Any:
         """Begin to send `tensors` as `message`, or to receive them; return a handle to join."""
+        for tensor in tensors if action.kind in RECEIVES else ():
+            if not is_fake(tensor):  # fake tensors have no numbers
+                tensor.zero_()
 
     def collect(
         self,
@@ -175,6 +182,7 @@ class Transport(Protocol):
 
     def ready(self, handle: Any) -> bool:
         """Return whether `join` would return at once."""
+        return True
 
     def join(self, action: Action, handle: Any) -> None:
         """Wait until the transfer is complete."""
@@ -232,7 +240,7 @@ class _ProcessCollective:
 
 
 @dataclass(slots=True)
-class InProcess:
+class InProcess(Transport):
     """The transport inside one process: a message is delivered when both ends have started.
 
     A failed step leaves messages with one started end; `abandon` drops them.
@@ -283,7 +291,7 @@ class InProcess:
 
 
 @dataclass(slots=True, kw_only=True)
-class Network:
+class Network(Transport):
     """The transport between processes.
 
     It uses `torch.distributed` point to point, first in first out in every channel. Messages between two
@@ -508,7 +516,7 @@ class _OnHost:
 
 
 @dataclass(frozen=True, slots=True)
-class HostBuffers:
+class HostBuffers(Transport):
     """A transport over `hosts`, another transport, which takes tensors on the host."""
 
     hosts: Transport

@@ -25,7 +25,7 @@ from pipefit.measure import Kernels
 from pipefit.memory import AllocatorSettings
 from pipefit.processes import beside, forks_left
 from pipefit.runtime.checks.plan_check import CERTIFIED, check_model, warn_elsewhere
-from pipefit.runtime.comm.transport import InProcess
+from pipefit.runtime.comm.transport import InProcess, Transport
 from pipefit.runtime.dry_run.asynchronous import Effects, EndlessLives, fewer, labels, turns
 from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin, unlike_layers
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
@@ -33,7 +33,7 @@ from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
 from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
 from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
 from pipefit.runtime.engine.assembly import assemble
-from pipefit.runtime.engine.execution import NoPeers, run_in_turn
+from pipefit.runtime.engine.execution import run_in_turn
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, check_as_profiled
 from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.stage import Site
@@ -402,7 +402,7 @@ class Rehearsal:
             sources=self._sources(fake, short),
             plan=short.plan,
             program=short.program,
-            transport=InProcess() if together is None else NoPeers(),
+            transport=InProcess() if together is None else Transport(),
             clock=lambda: 0.0,
             seed=0,
             absent=short.absent,

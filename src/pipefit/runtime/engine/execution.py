@@ -21,52 +21,14 @@ from torch import distributed as dist
 
 from pipefit.capture import Chain, Task
 from pipefit.errors import OutOfMemory, WorkerFailed
-from pipefit.fake_cuda.target import is_fake
 from pipefit.lowering import updates_alone
-from pipefit.runtime.comm.transport import Owners
 from pipefit.runtime.engine.batches import Cut, cut_batch
 from pipefit.runtime.engine.runner import DeviceRunner, Microbatch
 from pipefit.runtime.engine.specializations import Retracing, Specializations
 from pipefit.runtime.engine.tensor_groups import TensorGroups, Together, lost
-from pipefit.schema.actions import RECEIVES, Action, Message
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.tensor_parallel import Turn, pause
-
-# ---- A device without peers
-
-
-class NoPeers:
-    """A transport without peers, for one device alone: it receives zeros, and sent tensors are dropped.
-
-    All transfers are complete from the start. Fake tensors have no numbers, and are left unchanged.
-    """
-
-    def start(self, action: Action, tensors: list[Tensor], message: Message) -> None:
-        if action.kind in RECEIVES:
-            for tensor in tensors:
-                if not is_fake(tensor):
-                    tensor.zero_()
-
-    def collect(
-        self,
-        action: Action,
-        tensors: list[Tensor],
-        members: tuple[int, ...],
-        device: int,
-        owners: Owners = (),
-    ) -> None:
-        """Add nothing."""
-
-    def ready(self, handle: None) -> bool:
-        return True
-
-    def join(self, action: Action, handle: None) -> None:
-        """Return at once: the transfer was complete from the start."""
-
-    def abandon(self) -> None:
-        """Do nothing: no transfer is in flight."""
-
 
 # ---- All devices in turn
 
