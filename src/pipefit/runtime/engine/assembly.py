@@ -17,7 +17,7 @@ from pipefit.runtime.engine.in_flight import move
 from pipefit.runtime.engine.replicas import Source, StageSources
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.specializations import Specialized
-from pipefit.runtime.engine.stage import Site, StagePlace, StageRunner
+from pipefit.runtime.engine.stage import Site, StageRunner
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.offload.states import StateMover
 from pipefit.runtime.optim.updates import check_elementwise, own_parameters
@@ -170,7 +170,9 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
             site,
             usual,
             storages,
-            place=StagePlace(device, plan.stages[stage].grid.replica_of(number), graph_dropped),
+            device=device,
+            replica=plan.stages[stage].grid.replica_of(number),
+            graph_dropped=graph_dropped,
             shared=own[stage],
             agreement=agreement,
             share=share,

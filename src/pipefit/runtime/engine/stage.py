@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,17 +61,6 @@ class Site:
 _THROUGH_LAYERS = COMPUTE - {Kind.STEP}
 
 
-class StagePlace(NamedTuple):
-    """Device of a stage, number of the replica that it trains, and a hook.
-
-    `graph_dropped` is called after the graph of a layer that saved no tensors is dropped.
-    """
-
-    device: torch.device
-    replica: int
-    graph_dropped: Callable[[], None]
-
-
 class StageRunner:
     """Consecutive layers of a model on one device.
 
@@ -84,7 +72,9 @@ class StageRunner:
         agreement: agreement of the stages before an update; None if they need none.
         share: its ZeRO share of the stage's state, if replicas shard the state.
         states: offloads and reloads the stage's state; None if no state is offloaded.
-        place: the device, and the replica that it trains.
+        device: its device.
+        replica: number of the replica that it trains.
+        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
     """
 
     def __init__(
@@ -93,13 +83,15 @@ class StageRunner:
         usual: Specialized,
         storages: StageStorages,
         *,
-        place: StagePlace,
+        device: torch.device,
+        replica: int,
+        graph_dropped: Callable[[], None],
         shared: dict[int, nn.Parameter],
         agreement: Agreement | None,
         share: ReplicaShare | None,
         states: StateMover | None,
     ) -> None:
-        device, how = place.device, site.plan.training
+        how = site.plan.training
         self.usual, self.storages, self.shared = usual, storages, shared
         self.layers, self.shards = usual.layers, usual.shards
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
@@ -108,7 +100,7 @@ class StageRunner:
         self.parameters = [p for layer in self.layers for p in layer.module.parameters()]
         own = own_parameters(self.layers)
         elsewhere = {} if states is None else states.copies(own, self.start)
-        self.replica, self.share = place.replica, share
+        self.replica, self.share = replica, share
         self.updates = Updates(site.task, self.layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         dtype = getattr(torch, storages.measurement.loss_dtype)
@@ -129,7 +121,7 @@ class StageRunner:
             watching=self.gathered.watching,
             agreement=agreement,
             device=device,
-            graph_dropped=place.graph_dropped,
+            graph_dropped=graph_dropped,
         )
 
     def layers_of(self, action: Action) -> tuple[int, int]:

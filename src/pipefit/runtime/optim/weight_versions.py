@@ -51,17 +51,6 @@ class Version:
     away: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _ParameterPlaces:
-    """Places of parameters in layers of one specialization.
-
-    The layers are kept, so that their ids stay valid.
-    """
-
-    layers: Sequence[ChainLayer]
-    slots: list[Slot] = field(default_factory=list)
-
-
 class Weights:
     """The versions of the trained parameters of `layers`, and of their `copies`.
 
@@ -92,7 +81,7 @@ class Weights:
         self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._check()
-        self._bound: dict[int, _ParameterPlaces] = {}
+        self._bound = dict[int, tuple[Sequence[ChainLayer], list[Slot]]]()  # by ids of the layers, kept alive
         self._newest = self._current = self._only()
         self._copied = frozenset(self._layers)  # layers that the newest version has copied
 
@@ -273,15 +262,16 @@ class Weights:
         return [nn.Parameter(parameter.data) for parameter in self.parameters]
 
     def _slots(self, layers: Sequence[ChainLayer]) -> list[Slot]:
-        known = self._bound.get(id(layers))
-        if known is None:
-            known = self._bound[id(layers)] = _ParameterPlaces(layers)
+        """Return the places of parameters in layers of one specialization."""
+        if id(layers) not in self._bound:
+            slots = list[Slot]()
             parts = {id(part): part for layer in layers for part in layer.module.modules()}
             for part in parts.values():
                 for name, parameter in part._parameters.items():
                     if (number := self._numbers.get(id(parameter))) is not None:
-                        known.slots.append((part, name, number))
-        return known.slots
+                        slots.append((part, name, number))
+            self._bound[id(layers)] = layers, slots
+        return self._bound[id(layers)][1]
 
     def _check(self) -> None:
         storages: dict[int, str] = {}
