@@ -372,7 +372,7 @@ def test_the_timeout_holds_for_the_start_too(
         raise UsageError("enough")
 
     monkeypatch.setattr("pipefit.runtime.train", train)
-    monkeypatch.setattr("pipefit.cli.model.resolve", lambda *_: None)
+    monkeypatch.setattr("pipefit.cli.train.resolve", lambda *_: None)
     assert main(["train", "plan.json", "zoo:mlp", *given]) == 2
     assert asked == [seconds]
 

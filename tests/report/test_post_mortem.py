@@ -233,7 +233,7 @@ def test_a_command_that_runs_out_leaves_it_beside_its_plan(
     """The sentence has the command that makes the page, which then works; --post-mortem names the file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_model.py").write_text("from test_post_mortem import TASK\n\ndef build(): return TASK\n")
-    monkeypatch.setattr("pipefit.cli.model.resolve", lambda *_: TASK)
+    monkeypatch.setattr("pipefit.cli.certify.resolve", lambda *_: TASK)
     save(capped(caps()[0]), "plan.json")
     assert main(["certify", "plan.json", "own_model:build"]) == 4
     assert "pipefit report plan.out-of-memory.json" in capsys.readouterr().err

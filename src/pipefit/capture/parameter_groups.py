@@ -201,8 +201,8 @@ def trained(
     given = [{**one["options"], "params": one["params"]} for one in groups]
     optimizers = [task.optimizer(given)] if at_once else [task.optimizer([one]) for one in given]
     result = list(map(Trained, tried, optimizers * len(tried) if at_once else optimizers))
-    steps = _STEPS if all(one.is_given for one in result) else 0  # parameters of a model stay as they are
-    for _ in range(steps):
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for _ in range(_STEPS if held <= set(map(id, tried)) else 0):  # parameters of a model stay as they are
         for number, (kind, parameter) in enumerate(zip(kinds, tried, strict=True), start=1):
             parameter.grad = number * drawn(kind)
         for optimizer in optimizers:
