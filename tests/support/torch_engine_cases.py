@@ -93,7 +93,7 @@ def _with_clipping(plan: Plan, rng: Random) -> Plan:
 
 
 def _to_hosts(plan: Plan, rng: Random) -> Plan:
-    """Return the plan with random decisions, all of whose moves go to the host."""
+    """Return the plan with random decisions that move tensors to the host only."""
     moved = compacted(plan, rng)
     decisions = [
         replace(d, place=parse_place("host")) if isinstance(d.subject, SavedTensors) else d
