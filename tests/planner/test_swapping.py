@@ -1,8 +1,10 @@
-"""Tensors that stages of any degree offload to hosts or peers instead of recomputing."""
+"""Memory that stages of any degree save: what they recompute, and what they offload to hosts or peers instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 import pytest
@@ -10,10 +12,13 @@ import pytest
 from pipefit.memory.arenas import shortage
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner.driver import plan_of
-from pipefit.planner.mixed_degrees import mixed
+from pipefit.planner.mixed_degrees import mixed as alone_mixed
+from pipefit.planner.mixed_degrees import refined
 from pipefit.planner.neighbours import Mixed
-from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.planner.problem import Split
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
+from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from support.microbatch_size_profiles import sized
@@ -21,6 +26,12 @@ from support.synthetic_models import AMPLE, devices, keeping
 
 HOW = Training(batch_size=32, microbatches=8, schedule="gpipe")
 BARE, HOSTS, PEERS = Means(host=False, peers=False), Means(peers=False), Means(host=False)
+
+
+def mixed(asked: Question) -> Mixed | None:
+    """Return the fastest plan of any degrees, improved by the local search if it saves memory."""
+    found = alone_mixed(asked)
+    return found and refined(found)
 
 
 def case(
@@ -185,7 +196,7 @@ def test_tensors_move_to_devices_that_have_memory_left() -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("seed", [2, 16, 26])
+@pytest.mark.parametrize("seed", [2, 25, 37])
 def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
     """Some blocks of a stage are offloaded and others recomputed if lenders lack room for all."""
     asked = lent(seed, times=1, layers=range(8, 13))
@@ -197,3 +208,34 @@ def test_peers_get_as_much_as_they_have_room_for(seed: int) -> None:
         for stage in range(len(found.split.devices))
     ]
     assert {What.RECOMPUTE, What.OFFLOAD} in ways
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_recompute_the_best_blocks(seed: int, shard: Sharding) -> None:
+    """Replicas of one stage recompute nearly as well as the best of all sets of blocks, whatever they divide."""
+    rng, blocks = Random(seed), 6
+    widths = [rng.randrange(20, 60) for _ in range(blocks + 1)]
+    profile = sized(keeping(rng, widths=widths, weights=[30] * blocks), 4, 2)
+    ample, how = devices(AMPLE, AMPLE), Training(batch_size=16, microbatches=4)
+    grid = Grid(devices=(0, 1), data=2, shard=shard, buckets=blocks if shard == "parameters" else 1)
+    split = Split((0, blocks), (0,), (grid,))
+    options = PlanOptions(shard=shard, data=2, stages=1, means=BARE)
+    wide = Question(profile=profile, cluster=ample, training=how, options=options)
+    sets = [again for count in range(blocks + 1) for again in combinations(range(blocks), count)]
+    every = {again: Simulation(plan_of(wide, split, decisions=recomputed(again))) for again in sets}
+    peaks = [max(every[again].peak_bytes) for again in (sets[0], sets[-1])]
+    budget = peaks[1] + (peaks[0] - peaks[1]) * 2 // 5
+    fitting = [one.step_seconds[-1] for one in every.values() if max(one.peak_bytes) <= budget]
+    asked = replace(wide, cluster=devices(budget, budget))
+    found = mixed(asked)
+    assert found is not None
+    check(found)
+    assert found.seconds <= min(fitting) * (1 + 1e-9)
+
+
+def recomputed(blocks: Sequence[int]) -> tuple[Decision, ...]:
+    """Every one of these blocks of the first stage is recomputed separately."""
+    runs = [Run(start=block, stop=block + 1) for block in blocks]
+    return tuple(Decision(stage=0, subject=run, what=What.RECOMPUTE) for run in runs)

@@ -37,7 +37,7 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
 from pipefit.planner.joint import JointSearch, Searched, exact_in_time
-from pipefit.planner.mixed_degrees import mixed, otherwise
+from pipefit.planner.mixed_degrees import mixed, otherwise, refined
 from pipefit.planner.neighbours import Mixed, is_small
 from pipefit.planner.open_choices import (
     Arrangement,
@@ -48,7 +48,7 @@ from pipefit.planner.open_choices import (
     leaves_no_room,
     left_out,
 )
-from pipefit.planner.problem import SINGLE, Degree, PlannerResult, Question
+from pipefit.planner.problem import SINGLE, Degree, PlannerResult, Question, Split
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.processes import beside
 from pipefit.schema.plan import Alternative
@@ -66,6 +66,10 @@ _REPLICATED = (
     20_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
 )
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
+_NEAR, _REFINED = (
+    0.1,
+    3,
+)  # plans of any degrees that the local search improves: this near to the fastest, this many
 _EACH = 10  # actions for each microbatch of a stage
 _COSTLY = 20_000_000  # ranges of blocks as stages, above which no memory bound is computed
 _BOUND = 0.15  # new actions that take as long as the bound for a range of blocks as one stage
@@ -113,6 +117,7 @@ class Trials:
             for size in self._visited(slices=True) if self.space.grids else ():
                 self._mix(size)
             self.mixed += otherwise(self.mixed, self.space.schedules)
+            self.mixed += self._refined()
             for size in self._least:
                 self._mix_commonly(size)
             for size in self._visited():
@@ -211,6 +216,14 @@ class Trials:
             looks = exact_in_time(question) and (not self._keeps or is_small(question))
             self.mixed += filter(None, [self._commons.fastest(question, self._fastest) if looks else None])
             self._common.add(size)
+
+    def _refined(self) -> Iterator[Mixed]:
+        """Yield the fastest plans of any degrees that save memory, as the local search improves them."""
+        near, splits = self._fastest * (1 + _NEAR), dict[tuple[Training, Split], Mixed]()
+        for one in sorted(self.mixed, key=lambda one: one.seconds):
+            if one.decisions and one.seconds <= near:
+                splits.setdefault((one.question.training, one.split), one)
+        yield from map(refined, [*splits.values()][:_REFINED])
 
     def question(self, arrangement: Arrangement) -> Question:
         """Return the question of an arrangement.

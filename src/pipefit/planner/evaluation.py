@@ -26,7 +26,7 @@ from pipefit.memory import Costs, missing_bytes
 from pipefit.planner.driver import plan_of
 from pipefit.planner.memory_choices import Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Question, Split
+from pipefit.planner.problem import Degree, Question, Split
 from pipefit.schema.decisions import Decision
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
@@ -66,17 +66,18 @@ class Evaluation:
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """Peak bytes of every device."""
-        last = self.candidate.split.devices[-1]
+        last = self.candidate.split.grid(len(self.candidate.choices) - 1).devices
         losses = self.simulation.plan.measurement.loss_bytes * self._left_out
         return tuple(
-            peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes)
+            peak + losses * (device in last) for device, peak in enumerate(self.simulation.peak_bytes)
         )
 
     @cached_property
     def over(self) -> tuple[int, ...]:
-        """Bytes by which every stage's device is above its budget; negative if the device has room."""
-        budgets = self._cluster.budgets
-        return tuple(self.peaks[device] - budgets[device] for device in self.candidate.split.devices)
+        """Bytes by which every stage's fullest device is above its budget; negative if the device has room."""
+        budgets, split = self._cluster.budgets, self.candidate.split
+        grids = map(split.grid, range(len(split.devices)))
+        return tuple(max(self.peaks[device] - budgets[device] for device in grid.devices) for grid in grids)
 
     @cached_property
     def over_bytes(self) -> int:
@@ -136,11 +137,14 @@ class Evaluator:
     """Evaluator of the candidates of one question."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
-        self.menus = Menus(question)
+        self.question = self._asked = question
+        self._every: dict[
+            Degree, Menus
+        ] = {}  # with all techniques, shared by all evaluators restricted from one
+        self._menus: dict[Degree, Menus] = {}
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None
-        self._parts = Parts(Costs(question.measurement, self._short.training), steps)
+        self._parts = Parts(_costs(self._short), steps)
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
         self._too_slow: dict[Candidate, float] = {}  # seconds of candidates whose memory is unknown
@@ -156,7 +160,7 @@ class Evaluator:
         length of a search does not depend on other searches.
         """
         result = copy(self)
-        result.question, result.menus = self.question.using(means), self.menus.restricted(means)
+        result.question, result._menus = self.question.using(means), {}
         result._parts, result.known, result._too_slow, result.work = self._parts.apart(), {}, {}, 0
         return result
 
@@ -181,7 +185,31 @@ class Evaluator:
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """Return the menus of every stage of a split."""
-        return [self.menus.of_stage(*edges) for edges in pairwise(split.edges)]
+        menus = (self._menus_of(Degree.of(split.grid(stage))) for stage in range(len(split.devices)))
+        return [own.of_stage(*edges) for own, edges in zip(menus, pairwise(split.edges), strict=True)]
+
+    def _menus_of(self, degree: Degree) -> Menus:
+        """Return the menus of all blocks on one device of a stage of this degree."""
+        if degree not in self._menus:
+            if degree not in self._every:
+                self._every[degree] = Menus(self._asked.of_one(degree))
+            self._menus[degree] = self._every[degree].restricted(self.question.means)
+        return self._menus[degree]
+
+    def kept_peak(self, split: Split, stage: int) -> float:
+        """Return the peak of a stage's fullest device if the stage keeps everything, read from its program.
+
+        Infinity if the stage cannot be carried out.
+        """
+        plan, before = self._plan(self._short, self.kept(split)), self._parts.actions
+        try:
+            highest = max(part.memory().peak_bytes for part in self._parts.of_rank(plan, stage).values())
+        except UsageError:
+            return inf
+        finally:
+            self.work += self._parts.actions - before
+        left_out = self.question.training.microbatches - plan.training.microbatches
+        return float(highest + plan.measurement.loss_bytes * left_out * (stage == len(plan.stages) - 1))
 
     @property
     def pinned(self) -> bool:
@@ -252,7 +280,7 @@ class Evaluator:
     @cached_property
     def _whole_parts(self) -> Parts:
         """Shared programs of stages in steps of all microbatches."""
-        return Parts(Costs(self.question.measurement, self.question.training))
+        return Parts(_costs(self.question))
 
     @property
     def _is_short(self) -> bool:
@@ -289,6 +317,10 @@ class Evaluator:
     def _plan(self, question: Question, candidate: Candidate) -> Plan:
         decisions = None if self.pinned else self.decisions(candidate)
         return plan_of(question, candidate.split, decisions=decisions)
+
+
+def _costs(question: Question) -> Costs:
+    return Costs(question.measurement, question.training, question.profile.measurements)
 
 
 class Budget:

@@ -13,7 +13,7 @@ need of every device at once, and the estimate is corrected by the difference: m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
@@ -25,9 +25,19 @@ from pipefit.planner.balance import DOUBLE, differ, interchangeable
 from pipefit.planner.bounds import MicrobatchSeconds, host_rates, in_flight, lines, position_of
 from pipefit.planner.driver import range_peak
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, DevicePrices, Menu, StageChoice, parts_of
+from pipefit.planner.memory_choices import (
+    KEPT,
+    TO_HOST,
+    TO_PEERS,
+    DevicePrices,
+    Floats,
+    Menu,
+    Recipe,
+    StageChoice,
+    parts_of,
+)
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Split
+from pipefit.planner.problem import SINGLE, Degree, Split
 
 # ---- Filling
 
@@ -55,15 +65,30 @@ class FillingSetting(NamedTuple):
     updated: float = 0.0
 
 
-class Filler:
-    """Filler of stages, which caches the peaks of stages that keep everything."""
+class RecipeStep(NamedTuple):
+    """Step of a block to its next recipe, and the bytes that it frees of all microbatches in flight."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    block: int
+    recipe: int
+    nbytes: int
+
+
+class Filler:
+    """Filler of stages, which caches the peaks of stages that keep everything.
+
+    With `returning`, the run at the end of a stage, whose backward is the first, counts as back for one microbatch at
+    the stage's peak. That decides for stages that hold one microbatch, such as those of sharded data parallelism.
+    """
+
+    def __init__(self, evaluator: Evaluator, *, returning: bool = False) -> None:
+        self._returning = returning
         self.evaluator, self.question = evaluator, evaluator.question
         self._asked = evaluator.question  # with all techniques
         self._budget = Budget(evaluator, _WORK)
         self._filled: dict[FillingSetting, Evaluation | None] = {}
-        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._peaks: dict[Hashable, float] = {}
+        self._passes_of: dict[Split, tuple[Floats, Floats]] = {}
+        self._prices: dict[Degree, DevicePrices] = {}
 
     def restricted(self, means: Means) -> Filler:
         """Return a filler with fewer techniques that shares the known peaks."""
@@ -121,24 +146,17 @@ class Filler:
 
     def _spare(self, candidate: Candidate, stage: int, choice: StageChoice) -> float:
         """Return the fewest bytes that one recipe step less would add to a stage."""
-        menus, held = (
-            self.evaluator.stage_menus(candidate.split)[stage],
-            self.in_flight(candidate.split, stage),
+        steps = self.priced_steps(candidate.split, stage)
+        return min(
+            (step.nbytes for step in steps if choice.recipes[step.block] == step.recipe), default=float("inf")
         )
-        steps = [
-            (menu.recipes[n].nbytes - menu.recipes[n - 1].nbytes) * held
-            for menu, n in zip(menus, choice.recipes, strict=True)
-            if n
-        ]
-        return min(steps, default=float("inf"))
 
     # ---- Properties of a split
 
     def fewest_seconds(self, split: Split, choices: Sequence[StageChoice] = ()) -> float:
         """Return a lower bound of the seconds of a split's step, with these or any memory choices."""
         how = self.question.training
-        forward = self._prices.seconds("forward", split.edges, split.devices)
-        backward = self._prices.seconds("backward", split.edges, split.devices)
+        forward, backward = self._passes(split)
         again = [0.0] * len(forward)
         if choices:
             stages = zip(choices, self.evaluator.stage_menus(split), strict=True)
@@ -161,39 +179,73 @@ class Filler:
             result = max(result, lowest)
         return result
 
-    def lack(self, split: Split, stage: int) -> int:
-        """Return the bytes that the device of a stage lacks if the stage keeps everything."""
-        peak = self._peak(stage, *split.edges[stage : stage + 2])
-        return peak - self.question.cluster.budgets[split.devices[stage]]
+    def lack(self, split: Split, stage: int) -> float:
+        """Return the bytes that a device of a stage lacks if the stage keeps everything."""
+        budgets = self.question.cluster.budgets
+        return self._peak(split, stage) - min(budgets[device] for device in split.grid(stage).devices)
 
     def freed(self, split: Split, stage: int, choice: StageChoice) -> float:
         """Return the bytes that a choice frees by estimate."""
         menus, held = self.evaluator.stage_menus(split)[stage], self.in_flight(split, stage)
-        result = held * sum(choice.recipe(menus, block).nbytes for block in range(len(menus)))
+        recipes = (choice.recipe(menus, block) for block in range(len(menus)))
+        result = float(
+            sum(self._freed(recipe, menu, menus, held) for recipe, menu in zip(recipes, menus, strict=True))
+        )
         near = choice.blocks_to(TO_HOST)[: choice.near]
         for block in range(len(menus)):
             nbytes = sum(tensor.nbytes for tensor in choice.moved(menus, block))
             away = _FILLING_AWAY + (choice.places[block] == TO_HOST and block not in near)
             result += max(0, held - away) * nbytes
-        costs, parts = self.question.measurement.costs, [part for menu in menus for part in menu.parts]
-        nbytes_of = {start: sum(cost.state_bytes for cost in costs[start:stop]) for start, stop in parts}
+        nbytes_of = self._state_of_parts(split, stage, menus)
         moved = [nbytes_of[part] for part in (choice.states - choice.updates) | choice.lent]
         updated = sum(nbytes_of[part] for part in choice.updates)
         return result + updated + max(0, sum(moved) - DOUBLE * max(moved, default=0))
 
+    def priced_steps(self, split: Split, stage: int) -> Iterator[RecipeStep]:
+        """Yield the steps from recipe to recipe of a stage, the cheapest bytes first.
+
+        Of equal ones those of the last blocks, or of the first blocks with `returning`, which come back the latest.
+        """
+        menus, held, result = self.evaluator.stage_menus(split)[stage], self.in_flight(split, stage), []
+        sign = 1 if self._returning else -1
+        for block, menu in enumerate(menus):
+            price = 0.0
+            for number, (recipe, other) in enumerate(pairwise(menu.recipes), 1):
+                more = self._freed(other, menu, menus, held) - self._freed(recipe, menu, menus, held)
+                seconds = other.seconds - recipe.seconds
+                price = max(price, seconds / (more / held) if more > 0 else float("inf"))
+                result.append((price, sign * block, number, more))
+        for _, block, number, more in sorted(result):
+            yield RecipeStep(sign * block, number, more)
+
+    def _freed(self, recipe: Recipe, menu: Menu, menus: Sequence[Menu], held: int) -> int:
+        """Return the bytes that a recipe of a block frees at the peak of a stage that holds `held` microbatches."""
+        return held * recipe.nbytes - recipe.last * (self._returning and menu is menus[-1])
+
     def lent(self, split: Split, stage: int, choice: StageChoice) -> int:
         """Return the bytes that a stage with this choice borrows by estimate."""
-        menus, costs = self.evaluator.stage_menus(split)[stage], self.question.measurement.costs
+        menus = self.evaluator.stage_menus(split)[stage]
         tensors = (tensor for block in choice.blocks_to(TO_PEERS) for tensor in choice.moved(menus, block))
-        parts = (part for menu in menus for part in menu.parts if part[0] in choice.lent)
-        state = sum(cost.state_bytes for part in parts for cost in costs[slice(*part)])
+        nbytes_of = self._state_of_parts(split, stage, menus)
+        state = sum(nbytes for start, nbytes in nbytes_of.items() if start in choice.lent)
         return max(0, self.in_flight(split, stage) - 1) * sum(one.nbytes for one in tensors) + state
 
-    def _peak(self, stage: int, start: int, stop: int) -> int:
+    def _state_of_parts(self, split: Split, stage: int, menus: Sequence[Menu]) -> dict[int, int]:
+        """Return the optimizer state of a device in every part of a stage's blocks, by the part's first layer."""
+        grid, parts = split.grid(stage), [part for menu in menus for part in menu.parts]
+        costs, owners = (
+            self.question.measured(Degree.of(grid)).costs,
+            1 if grid.shard == "none" else grid.data,
+        )
+        return {start: sum(one.state_bytes for one in costs[start:stop]) // owners for start, stop in parts}
+
+    def _peak(self, split: Split, stage: int) -> float:
         """Return the peak of a stage that keeps everything."""
-        key = stage, start, stop
+        edges = split.edges[stage : stage + 2]
+        key = (stage, edges, split.grids[stage]) if split.grids else (stage, edges)
         if key not in self._peaks:
-            self._peaks[key] = range_peak(self._asked, stage, start, stop)
+            read = self.evaluator.kept_peak
+            self._peaks[key] = read(split, stage) if split.grids else range_peak(self._asked, stage, *edges)
         return self._peaks[key]
 
     def in_flight(self, split: Split, stage: int) -> int:
@@ -206,9 +258,25 @@ class Filler:
         groups = enumerate(interchangeable(self.question) if differ(self.question) else ())
         return {device: number for number, group in groups for device in group}
 
-    @cached_property
-    def _prices(self) -> DevicePrices:
-        return DevicePrices(self._asked)
+    def _passes(self, split: Split) -> tuple[Floats, Floats]:
+        """Return the seconds of a forward and of a backward of every stage, without communication."""
+        if split not in self._passes_of:
+            self._passes_of[split] = self._seconds("forward", split), self._seconds("backward", split)
+        return self._passes_of[split]
+
+    def _seconds(self, what: Literal["forward", "backward"], split: Split) -> Floats:
+        """Return the seconds of a pass of every stage, without communication."""
+        if not split.grids:
+            return self._prices_of(SINGLE).seconds(what, split.edges, split.devices)
+        stages = enumerate(zip(pairwise(split.edges), split.devices, strict=True))
+        prices = ((self._prices_of(Degree.of(split.grid(stage))), *own) for stage, own in stages)
+        return np.concatenate([of.seconds(what, edges, (device,)) for of, edges, device in prices])
+
+    def _prices_of(self, degree: Degree) -> DevicePrices:
+        """Return the prices of blocks on one device of a stage of this degree."""
+        if degree not in self._prices:
+            self._prices[degree] = DevicePrices(self._asked.of_one(degree))
+        return self._prices[degree]
 
     def host_bytes(self, split: Split, stage: int, part: float = 1.0) -> tuple[float, float]:
         """Return the bytes of a microbatch that a stage may offload through a part of its link to the host.
@@ -216,19 +284,20 @@ class Filler:
         The first number is for its forward only, the second for both passes. Devices that share a wire to the
         host share its capacity.
         """
-        edges, devices = split.edges[stage : stage + 2], split.devices[stage : stage + 1]
-        forward = float(self._prices.seconds("forward", edges, devices)[0])
-        backward = float(self._prices.seconds("backward", edges, devices)[0])
+        forward, backward = (float(seconds[stage]) for seconds in self._passes(split))
         rate = self.rates(split)[stage] * part
         return rate * forward, rate * (forward + backward)
 
     def rates(self, split: Split) -> list[float]:
-        """Return each stage's bytes per second to its host if all stages that may offload do so."""
+        """Return the bytes per second of each stage's slowest device to its host, if all stages that may offload do."""
+        grids = [split.grid(stage).devices for stage in range(len(split.devices))]
         moving = [
             device if self.question.means.host and self.in_flight(split, stage) > _FILLING_AWAY else None
-            for stage, device in enumerate(split.devices)
+            for stage, devices in enumerate(grids)
+            for device in devices
         ]
-        return host_rates(self.question.cluster, moving)
+        rates = iter(host_rates(self.question.cluster, moving))
+        return [min(next(rates) for _ in devices) for devices in grids]
 
     # ---- Choices
 
@@ -242,11 +311,11 @@ class Filler:
         near, most = self.host_bytes(setting.split, stage, setting.host)
         states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
         need -= max(0, sum(states) - DOUBLE * max(states, default=0))
-        blocks = _StageBlocks(menus)
+        blocks = _StageBlocks(menus, [*self.priced_steps(setting.split, stage)])
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(blocks, need, max(0, held - _FILLING_AWAY))
             moved = moving.take(to_host, most)
-            recipes, left = _recomputed(moving, held)
+            recipes, left = _recomputed(moving)
             if left <= 0 or not moved:
                 break
         count = self.states(menus, left) if setting.states == "needed" else len(states)
@@ -300,10 +369,10 @@ class Filler:
 class _StageBlocks:
     """Blocks of a stage: movable bytes, the order of offloading, and the order of recomputation."""
 
-    def __init__(self, menus: Sequence[Menu]) -> None:
+    def __init__(self, menus: Sequence[Menu], steps: Sequence[RecipeStep]) -> None:
         self.bytes = [menu.movable_bytes for menu in menus]
         self.order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
-        self.steps = [*priced_steps(menus)]
+        self.steps = steps
 
 
 class _Moving:
@@ -334,14 +403,14 @@ class _Moving:
         return count
 
 
-def _recomputed(moving: _Moving, held: int) -> tuple[tuple[int, ...], float]:
+def _recomputed(moving: _Moving) -> tuple[tuple[int, ...], float]:
     """Return the recipes of the blocks that do not move, and the bytes still to free."""
     recipes, need = [0] * len(moving.places), moving.need
-    for block, number, nbytes in moving.blocks.steps:
+    for step in moving.blocks.steps:
         if need <= 0:
             break
-        if not moving.places[block]:
-            recipes[block], need = number, need - held * nbytes
+        if not moving.places[step.block]:
+            recipes[step.block], need = step.recipe, need - step.nbytes
     return tuple(recipes), need
 
 
@@ -349,14 +418,3 @@ def _dearest(menu: Menu) -> float:
     """Return the seconds per byte of the block's last recipe; infinity if it cannot be recomputed."""
     last = menu.recipes[-1]
     return last.seconds / last.nbytes if last.nbytes else float("inf")
-
-
-def priced_steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
-    """Yield the steps from recipe to recipe, the cheapest bytes first: block, recipe number, added bytes."""
-    result = []
-    for block, menu in enumerate(menus):
-        for number, (recipe, other) in enumerate(pairwise(menu.recipes), 1):
-            more = other.nbytes - recipe.nbytes
-            result.append(((other.seconds - recipe.seconds) / more, -block, number, more))
-    for _, block, number, more in sorted(result):
-        yield -block, number, more

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from pipefit.planner.bounds import host_route, in_flight
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filler, priced_steps
-from pipefit.planner.mapping import MOST, Orders, peer_rates, swaps
+from pipefit.planner.filling import Filler
+from pipefit.planner.mapping import MOST, Orders, peer_rates, shared_out, swaps
 from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Floats, Menu, StageChoice, parts_of
 from pipefit.planner.problem import Question, Split
 from pipefit.schema.cluster import Cluster
@@ -240,20 +240,26 @@ class Changes:
         for other in dict.fromkeys(choices):
             for choice in dict.fromkeys((*((other,) if or_not else ()), self._mended(split, stage, other))):
                 changed = _with(self._choices, stage, choice)
-                more = self._filler.lent(split, stage, choice) - before
+                more = (self._filler.lent(split, stage, choice) - before) * len(split.grid(stage).devices)
                 for member, need in choice.peers.split(more) if choice.peers and more > 0 else ():
-                    if member.number in split.devices:
-                        lender = split.devices.index(member.number)
-                        changed = _with(changed, lender, self._mended(split, lender, changed[lender], need))
+                    for lender in range(len(split.devices)):
+                        if member.number in split.grid(lender).devices:
+                            mended = self._mended(split, lender, changed[lender], need)
+                            changed = _with(changed, lender, mended)
                 if changed != self._choices:
                     yield Candidate(split, changed)
 
     def _with_state(
-        self, stage: int, choice: StageChoice, parts: frozenset[int], place: int, device: int | None = None
+        self,
+        stage: int,
+        choice: StageChoice,
+        parts: frozenset[int],
+        place: int,
+        devices: Sequence[int] | None = None,
     ) -> StageChoice:
         """Return a choice with the optimizer state of some parts at a place, if that is possible."""
         if place == TO_PEERS and choice.peers is None:
-            lenders = self._lenders(self._split.devices[stage] if device is None else device)
+            lenders = self._lenders(devices or self._split.grid(stage).devices)
             if not lenders:
                 return choice
             choice = choice._replace(peers=lenders[0])
@@ -267,7 +273,7 @@ class Changes:
 
     def _borrowed(self, stage: int, choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
         """Yield choices with the tensors of one block, or of all, at peers, or with another lender."""
-        lenders = self._lenders(self._split.devices[stage]) if self._means.peers else []
+        lenders = self._lenders(self._split.grid(stage).devices) if self._means.peers else []
         for place in lenders:
             if choice.peers is not None:
                 yield choice._replace(peers=place)
@@ -280,13 +286,22 @@ class Changes:
                 for again in dict.fromkeys((recipes, choice.recipes)):
                     yield _lending(choice._replace(places=places, peers=place, recipes=again))
 
-    def _lenders(self, device: int) -> list[Place]:
-        """Return devices that a link of their own joins to a device, the roomiest first."""
-        cluster = self._filler.question.cluster
-        rooms = [budget - peak for budget, peak in zip(cluster.budgets, self._best.peaks, strict=True)]
-        there = [n for n in range(len(rooms)) if self._rates[device, n] > 0]
-        there.sort(key=lambda n: -rooms[n])
-        return [Place([Share(Member.device(n), 1)]) for n in there[:_LENDERS]]
+    def _lenders(self, devices: Sequence[int]) -> list[Place]:
+        """Return the places of stages, and unused devices, that links of their own join to `devices`.
+
+        The roomiest ones come first, then all together in shares of their room.
+        """
+        budgets, peaks = self._filler.question.cluster.budgets, self._best.peaks
+        room = {device: budget - peaks[device] for device, budget in enumerate(budgets)}
+        grids = [self._split.grid(stage).devices for stage in range(len(self._split.devices))]
+        used = {device for grid in grids for device in grid}
+        groups = sorted([*grids, *((device,) for device in range(len(budgets)) if device not in used)])
+        rates = self._rates[list(devices)].min(axis=0)
+        there = [group for group in groups if all(rates[device] > 0 for device in group)]
+        there.sort(key=lambda group: -sum(room[device] for device in group))
+        result = [Place([Share(Member.device(n), 1) for n in group]) for group in there[:_LENDERS]]
+        shares = {device: room[device] for group in there for device in group if room[device] > 0}
+        return [*result, shared_out(shares, range(len(budgets)))] if len(there) > 1 and shares else result
 
     def _cut(self, place: int | None) -> Iterator[Candidate]:
         """Yield candidates in which a block goes over a cut, or one block over each of some adjacent cuts."""
@@ -295,7 +310,7 @@ class Changes:
             for by in (-1, 1):
                 moved = [edge + by * (first <= n <= last) for n, edge in enumerate(edges)]
                 if all(start < stop for start, stop in pairwise(moved)):
-                    yield self._on(Split(tuple(moved), self._split.devices), place)
+                    yield self._on(self._split._replace(edges=tuple(moved)), place)
 
     def _placed(self, place: int | None) -> Iterator[Candidate]:
         """Yield candidates in which two stages swap devices, with or without blocks, or take unused devices.
@@ -303,7 +318,7 @@ class Changes:
         Devices that are interchangeable stay.
         """
         groups, (edges, devices, _) = self._filler.groups, self._split
-        if not self._means.mapping or not groups:
+        if not self._means.mapping or not groups or self._split.grids:
             return
         widths = [stop - start for start, stop in pairwise(edges)]
         for one, other in combinations(range(len(devices)), 2):
@@ -329,16 +344,20 @@ class Changes:
             for name in ("states", "updates")
         )
         choices = list[StageChoice]()
-        for stage, ((start, stop), own) in enumerate(zip(pairwise(split.edges), self._choices, strict=True)):
-            device, same = (
-                split.devices[stage],
+        stages = zip(
+            pairwise(split.edges), self._choices, self._filler.evaluator.stage_menus(split), strict=True
+        )
+        for stage, ((start, stop), own, menus) in enumerate(stages):
+            devices, same = (
+                split.grid(stage).devices,
                 split.edges[stage : stage + 2] == self._split.edges[stage : stage + 2],
             )
-            if same and device == self._split.devices[stage]:
+            if same and devices == self._split.grid(stage).devices:
                 choices.append(own)
                 continue
             recipes, places = zip(*flat[start:stop], strict=True)
-            parts = parts_of(self._filler.evaluator.menus.of_stage(start, stop))
+            recipes = tuple(min(n, len(menu.recipes) - 1) for n, menu in zip(recipes, menus, strict=True))
+            parts = parts_of(menus)
             away, before = places.count(TO_HOST), own.places.count(TO_HOST)
             choice = own._replace(
                 recipes=recipes,
@@ -350,26 +369,25 @@ class Changes:
                 gradients=min(own.gradients, stop - start),
                 parameters=min(own.parameters, stop - start),
             )
-            if choice.peers is None or Member.device(device) in choice.peers.members:
+            if choice.peers is None or any(Member.device(n) in choice.peers.members for n in devices):
                 places = tuple(KEPT if there == TO_PEERS else there for there in places)
                 choice = choice._replace(places=places, lent=frozenset(), peers=None)
             if place is not None:
-                choice = self._with_state(stage, choice, parts, place, device)
+                choice = self._with_state(stage, choice, parts, place, devices)
             choices.append(self._mended(split, stage, _lending(choice)))
         return Candidate(split, tuple(choices))
 
     def _mended(self, split: Split, stage: int, choice: StageChoice, more: float = 0.0) -> StageChoice:
         """Return a choice that recomputes as much as its stage needs by estimate, and `more` bytes."""
         need = self._need(split, stage, choice) + self._off[stage] + more
-        menus, held = self._filler.evaluator.stage_menus(split)[stage], self._filler.in_flight(split, stage)
+        steps = [*self._filler.priced_steps(split, stage)]
         recipes = [*choice.recipes]
-        steps = [*priced_steps(menus)]
-        for block, number, nbytes in steps if need > 0 else ():
-            if need > 0 and recipes[block] == number - 1:
-                recipes[block], need = number, need - held * nbytes
-        for block, number, nbytes in reversed(steps) if need < 0 else ():
-            if recipes[block] == number and need + held * nbytes <= 0:
-                recipes[block], need = number - 1, need + held * nbytes
+        for step in steps if need > 0 else ():
+            if need > 0 and recipes[step.block] == step.recipe - 1:
+                recipes[step.block], need = step.recipe, need - step.nbytes
+        for step in reversed(steps) if need < 0 else ():
+            if recipes[step.block] == step.recipe and need + step.nbytes <= 0:
+                recipes[step.block], need = step.recipe - 1, need + step.nbytes
         return choice._replace(recipes=tuple(recipes), early=min(choice.early, sum(map(bool, recipes))))
 
     def _all(self, split: Split, choices: Sequence[StageChoice]) -> list[float]:

@@ -8,7 +8,7 @@ memory for one more microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -47,6 +47,12 @@ class Within(NamedTuple):
 EVERYWHERE = Within(slice(0, -1), slice(None))
 
 
+def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
+    """Return the sums over ranges of blocks, from sums over the blocks before each edge."""
+    result: Floats = sums[None, within.stops] - sums[within.starts, None]
+    return result
+
+
 class BlockPrices:
     """Seconds of blocks, and the seconds that freeing their bytes costs.
 
@@ -79,14 +85,15 @@ class BlockPrices:
             result, left = result + taken, np.maximum(left - price * taken, 0.0)
         return result
 
-    def seconds(self, need: Floats, microbatches: float) -> Floats:
+    def seconds(self, need: Floats, microbatches: float, over: Callable[[Floats], Floats] = ranges) -> Floats:
         """Return the seconds in which ranges free `need` bytes over `microbatches`, the cheapest first.
 
-        If `need` exceeds the bytes that a range can free, the seconds to free all of them.
+        If `need` exceeds the bytes that a range can free, the seconds to free all of them. `over` returns the sums
+        over the ranges of `need`, by default all of them, from the sums over the blocks before each edge.
         """
         result = np.zeros_like(need)
         for price, sums in self._classes:
-            taken = np.clip(need, 0.0, microbatches * ranges(sums))
+            taken = np.clip(need, 0.0, microbatches * over(sums))
             result += price * taken
             need = need - taken
         return result
@@ -119,12 +126,6 @@ class BlockPrices:
         return np.array(
             [sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float
         )
-
-
-def ranges(sums: Floats, within: Within = EVERYWHERE) -> Floats:
-    """Return the sums over ranges of blocks, from sums over the blocks before each edge."""
-    result: Floats = sums[None, within.stops] - sums[within.starts, None]
-    return result
 
 
 class DevicePrices:
@@ -177,11 +178,15 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class Recipe(NamedTuple):
-    """Runs of layers of a block to recompute, the bytes freed per microbatch, and the seconds added."""
+    """Runs of layers of a block to recompute, the bytes freed per microbatch, and the seconds added.
+
+    `last` are the bytes of a run that ends with the block, which come back before any other backward of the block.
+    """
 
     runs: Runs = ()
     nbytes: int = 0
     seconds: float = 0.0
+    last: int = 0
 
     def recomputes(self, layer: int) -> bool:
         """Return whether a layer is in one of the runs."""
@@ -313,7 +318,8 @@ class _Block:
         if self.means.recompute == "runs":
             yield from map(self._recipe, self._prices())
         elif self.means.recompute == "blocks" and self._repeatable(0, self.stop - self.start):
-            yield Recipe(((self.start, self.stop),), int(self.freed[0, -1]), float(self.seconds[-1]))
+            freed = int(self.freed[0, -1])
+            yield Recipe(((self.start, self.stop),), freed, float(self.seconds[-1]), freed)
 
     @cached_property
     def freed(self) -> NDArray[np.int64]:
@@ -385,7 +391,8 @@ class _Block:
         runs = best[-1][1]
         at = [(a - self.start, b - self.start) for a, b in runs]
         seconds = sum(float(self.seconds[b] - self.seconds[a]) for a, b in at)
-        return Recipe(runs, int(sum(self.freed[a, b] for a, b in at)), seconds)
+        last = sum(int(self.freed[a, b]) for a, b in at if b == count)
+        return Recipe(runs, int(sum(self.freed[a, b] for a, b in at)), seconds, last)
 
     def _movable(self) -> Iterator[Movable]:
         """Yield one name for each storage that can be offloaded and is worth a transfer."""

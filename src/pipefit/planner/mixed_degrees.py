@@ -3,8 +3,8 @@
 First come whole replicas that keep everything, with neighbouring plans (`planner.neighbours`); then all
 stages that may divide state or recompute in part, so that neither technique makes a plan slower. For many
 blocks on many devices the second search runs only if nothing fits otherwise. If plans take much longer than a
-known plan of another microbatch size, only few are examined. Recomputation is trimmed, and the best plan's
-recomputed tensors go to hosts or peers instead if that is faster.
+known plan of another microbatch size, only few are examined. Stages that lack memory are filled
+(`planner.filling`), and the local search of the joint planner improves the best plans (`planner.improvement`).
 
 Cost: a search of `planner.hybrid` for each, and a simulation for every number of stages, from the fewest
 estimated seconds on, until estimates exceed the simulated seconds or a budget of work has ended.
@@ -12,219 +12,98 @@ estimated seconds on, until estimates exceed the simulated seconds or a budget o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import chain
-from typing import NamedTuple
 
-import numpy as np
-
-from pipefit.errors import UsageError
-from pipefit.memory import lent_bytes
-from pipefit.planner.evaluation import HOST
-from pipefit.planner.hybrid import candidates, fastest
-from pipefit.planner.hybrid.divided_state import Reader
-from pipefit.planner.hybrid.programme import WHOLE, Placed
-from pipefit.planner.hybrid.search import Hybrid, recomputed_blocks
-from pipefit.planner.mapping import lending, peer_rates, shared_out
-from pipefit.planner.memory_choices import KEPT, TO_HOST, TO_PEERS, Menu, Menus, StageChoice, decisions_of
+from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
+from pipefit.planner.filling import Filler, FillingSetting
+from pipefit.planner.hybrid import Least, candidates, fastest
+from pipefit.planner.hybrid.programme import WHOLE
+from pipefit.planner.hybrid.search import Hybrid, repeated
+from pipefit.planner.improvement import improved
 from pipefit.planner.neighbours import Mixed, Simulations, is_very_large, nearby
-from pipefit.planner.problem import Degree, Question
-from pipefit.planner.replicas import representative
-from pipefit.schema.decisions import Decision, Run, What
-from pipefit.schema.devices import Member, Place
+from pipefit.planner.options import Means
+from pipefit.planner.problem import Question, Split
 
-# ---- Recomputed tensors moved to hosts or peers
-#
-# Instead of being recomputed, the tensors of a stage's first blocks move to hosts or to devices with memory
-# left. All tensors of a stage, and of all its replicas, move together during the next forward or backward.
-# All devices of a stage borrow from the same lenders in the same shares, so the devices of a lending stage
-# lend equal amounts.
-#
-# Cost: log2 of a stage's blocks programs of the stage (`hybrid.divided_state`) and a simulation for each way,
-# within a limit of work.
+# ---- Filling and improvement of plans on grids
 
-_WORK = 60_000  # actions read, after which no other stage is tried
-_USED = 0.98  # part of a device's remaining memory that is lent, since shares are rounded
-
-_ROUNDING = 1 - 1e-9
-
-Decisions = tuple[Decision, ...]
+_HOST_PARTS = 1.0, 0.0  # parts of the links to hosts that filled plans use
+_IMPROVING = 25_000  # new actions of the local search over a plan of one stage; twice as many over several
 
 
-class _FirstBlocks(NamedTuple):
-    """Split of a stage's first blocks.
+class _Filled:
+    """Plans of a question's splits on grids with the cheapest choices that free enough memory."""
 
-    The first `moved` blocks are offloaded, the others before `last` are recomputed.
-    """
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._fillers: dict[tuple[int, Means], Filler] = {}
+        self._best: Evaluation | None = None
 
-    moved: int
-    last: int
+    def filler(self, split: Split, means: Means) -> Filler:
+        """Return the filler of a split's number of stages with these techniques."""
+        stages, every = len(split.devices), self._question.means
+        if (stages, means) not in self._fillers:
+            if means == every:
+                options = replace(self._question.options, stages=stages)
+                filler = Filler(Evaluator(replace(self._question, options=options)), returning=True)
+            else:
+                filler = self.filler(split, every).restricted(means)
+            filler.evaluator.begin(self._question.options.effort)
+            self._fillers[stages, means] = filler
+        return self._fillers[stages, means]
 
+    def of(self, split: Split, means: Means | None = None) -> Evaluation | None:
+        """Return the fastest filled plan of a split that fits, by default with all techniques; None if none fits."""
+        filler = self.filler(split, means or self._question.means)
+        parts = _HOST_PARTS if filler.question.means.host else _HOST_PARTS[-1:]
+        every = (filler.fill(FillingSetting(split, part), self._best) for part in parts)
+        result = _fastest(*(one for one in every if one is not None and one.fits))
+        self._best = _fastest(self._best, result)
+        return result
 
-def swapped(simulations: Simulations, best: Mixed) -> Mixed:
-    """Return the plan, or a faster one in which hosts or peers hold tensors that it recomputed.
+    def improved(self, split: Split) -> Evaluation | None:
+        """Return the best plan that the local search finds from a split's filled plans; None if none of them fits.
 
-    Stages are tried from the one with the most recomputed blocks on, each with the results of those before.
-    """
-    question, split, reader = simulations.question, best.split, Reader(simulations.question)
-    menus = cache(lambda degree: Menus(representative(question, degree).using(question.means)))
-    again = dict[int, int]()
-    for decision in best.decisions:
-        if isinstance(decision.subject, Run):
-            last = question.edges.index(decision.subject.stop) - split.edges[decision.stage]
-            again[decision.stage] = max(last, again.get(decision.stage, 0))
-    for number in sorted(again, key=lambda number: -again[number]):
-        others = tuple(decision for decision in best.decisions if decision.stage != number)
-        with suppress(UsageError):  # a layer of the stage can have no replicas
-            own = menus(Degree.of(split.grid(number))).of_stage(*split.edges[number : number + 2])
-            stage = _StageWays(reader, own, best, number, again[number])
-            ways = [stage.to_host] if question.means.host else []
-            for decisions in chain.from_iterable(
-                way() for way in ([*ways, stage.to_peers] if question.means.peers else ways)
-            ):
-                with suppress(UsageError):
-                    below = best.seconds * _ROUNDING
-                    best = simulations.fitting(split, (*others, *decisions), below) or best
-    return best
-
-
-class _StageWays:
-    """Ways of stage `number` of a plan, which recomputes its first `again` blocks."""
-
-    def __init__(self, reader: Reader, menus: Sequence[Menu], best: Mixed, number: int, again: int) -> None:
-        self._reader, self._menus, self._number, self._again = reader, menus, number, again
-        self._split, cluster, self._count = best.split, reader.question.cluster, len(menus)
-        grid, budgets, arenas = best.split.grid(number), cluster.budgets, best.simulation.arenas
-        self._may_move = grid.shard == "none"
-        self._room = min(
-            budgets[device] - lent_bytes(arenas, Member.device(device)) for device in grid.devices
-        )
-        self._rates = peer_rates(cluster)[list(grid.devices)].min(axis=0) * len(grid.devices)
-        left = {device: int(_USED * (budgets[device] - peak)) for device, peak in enumerate(best.peaks)}
-        near = (device for device, nbytes in left.items() if nbytes > 0 and self._rates[device] > 0)
-        self._left = {device: left[device] for device in near if device not in grid.devices}
-
-    def to_host(self) -> Iterator[Decisions]:
-        """Yield decisions with which the stage fits.
-
-        Hosts hold the tensors of all recomputed blocks, or of half of them.
+        It first only recomputes, then also uses hosts, then peers, each from the best plan before, so that another
+        technique never makes the plan slower.
         """
-        for blocks in self._ways(HOST):
-            yield self._decisions(blocks, HOST)
+        every, best = self._question.means, None
+        alone = replace(every, host=False, peers=False, state=False, spill=False)
+        for means in dict.fromkeys((alone, replace(every, peers=False), every)):
+            starts = [one for one in (best, self.of(split, means)) if one is not None]
+            if starts and not means.peers:
+                starts = [min(starts, key=lambda one: one.order)]
+            for start in dict.fromkeys(starts):
+                best = _fastest(best, self._improved(start, means))
+        return best
 
-    def to_peers(self) -> Iterator[Decisions]:
-        """Yield the decisions for other devices, within the memory that these have left."""
-        if not self._left:
-            return
-        every = shared_out(self._left, range(len(self._rates)))
-        for blocks in dict.fromkeys(self._within(every, blocks) for blocks in self._ways(every)):
-            if blocks is not None:
-                yield self._decisions(blocks, self._lenders(self._needs(blocks, every)))
+    def _improved(self, start: Evaluation, means: Means) -> Evaluation:
+        """Return the best plan that single changes of a plan make with these techniques; lending comes first."""
+        filler = self.filler(start.candidate.split, means)
+        least = Least.of(self._question).seconds(len(self._question.cluster.devices))
+        for lends in (True, False) if means.peers else (False,):
+            budget = Budget(filler.evaluator, _IMPROVING * min(2, len(start.candidate.choices)))
+            start = improved(filler, start, budget=budget, at_least=least, lends=lends)
+        return start
 
-    def _ways(self, place: Place) -> Iterator[_FirstBlocks]:
-        """Yield the blocks to offload to a place and to recompute so that the stage fits."""
-        half = max(1, self._again // 2)
-        ways: list[Callable[[int], _FirstBlocks]] = [
-            lambda moved: _FirstBlocks(moved, moved),
-            lambda last: _FirstBlocks(half, max(half, last)),
-        ]
-        for way in ways if self._again > 1 else ways[:1]:
-            if (result := self._fewest(way, place)) is not None:
-                yield result
-
-    def _within(self, place: Place, blocks: _FirstBlocks) -> _FirstBlocks | None:
-        """Return `blocks`, or the most blocks for which lenders have memory."""
-        room = sum(self._left.values())
-        most = -1 + _fewest(
-            lambda moved: self._needs(_FirstBlocks(moved, max(moved, blocks.last)), place) > room,
-            blocks.moved + 1,
-        )
-        if most in (0, blocks.moved):
-            return blocks if most else None
-        return self._fewest(lambda last: _FirstBlocks(most, max(most, last)), place)
-
-    def _fewest(self, way: Callable[[int], _FirstBlocks], place: Place) -> _FirstBlocks | None:
-        """Return the fewest blocks with which the stage fits, by bisection.
-
-        None if it does not fit with any, or if the work is spent.
-        """
-        most = self._count
-        if not self._may_move or self._reader.actions > _WORK or not self._fits(way(most), place):
-            return None
-        return way(_fewest(lambda blocks: self._fits(way(blocks), place), most))
-
-    def _fits(self, blocks: _FirstBlocks, place: Place) -> bool:
-        with suppress(UsageError):
-            (peak,) = self._reader.peaks(self._split, [self._number], self._decisions(blocks, place))
-            return peak <= self._room
-        return False
-
-    def _needs(self, blocks: _FirstBlocks, place: Place) -> float:
-        """Return the bytes that the stage's devices use at a place."""
-        with suppress(UsageError):
-            return self._reader.borrowed_bytes(self._split, self._number, self._decisions(blocks, place))
-        return float("inf")
-
-    def _lenders(self, nbytes: float) -> Place:
-        """Return the devices that receive `nbytes` the soonest, in shares."""
-        lenders = list(self._left)
-        rates = np.zeros((len(lenders) + 1,) * 2)
-        rates[0, 1:] = self._rates[lenders]
-        result = lending(
-            tuple(range(len(rates))), [int(nbytes), *[0] * len(lenders)], [0, *self._left.values()], rates
-        )
-        return shared_out(result.lenders_of(0), [0, *lenders])
-
-    def _decisions(self, blocks: _FirstBlocks, place: Place) -> Decisions:
-        """Return the decisions of the stage."""
-        moved, last = blocks
-        start, edges, kept = self._split.edges[self._number], self._reader.question.edges, self._count - moved
-        choice = StageChoice.keep(self._count)
-        if place is HOST:
-            choice = choice._replace(places=(TO_HOST,) * moved + (KEPT,) * kept, near=moved)
-        else:
-            choice = choice._replace(places=(TO_PEERS,) * moved + (KEPT,) * kept, peers=place)
-        run = Run(start=edges[start + moved], stop=edges[start + last]) if last > moved else None
-        again = () if run is None else (Decision(stage=self._number, subject=run, what=What.RECOMPUTE),)
-        return (*again, *decisions_of(self._number, choice, self._menus, HOST))
+    def made(self, evaluation: Evaluation) -> Mixed:
+        """Return the plan of an evaluation, with all microbatches simulated."""
+        split = evaluation.candidate.split
+        evaluator = self.filler(split, self._question.means).evaluator
+        whole, decisions = evaluator.whole(evaluation.candidate), evaluator.decisions(evaluation.candidate)
+        return Mixed(self._question, split, whole.simulation, decisions)
 
 
-# ---- Trimming
-#
-# The search (`hybrid.search`) knows the peaks of stages that recompute nothing or everything, block by block
-# or as a whole. The peak of a stage that recomputes its first blocks is read from the stage's program. Fewer
-# blocks mostly need more memory, so bisection finds the fewest, and its result always fits.
-#
-# Cost: log2 of a stage's blocks programs of the stage.
+def _fastest(*some: Evaluation | None) -> Evaluation | None:
+    return min((one for one in some if one is not None), key=lambda one: one.order, default=None)
 
 
-def trimmed(question: Question, hybrid: Hybrid, reader: Reader) -> tuple[Decision, ...]:
-    """Return the decisions to recompute the fewest first blocks of a plan's stages with which they fit."""
-    decisions = list[Decision]()
-    for number, placed in enumerate(hybrid.stages):
-        if placed.way.recompute == "never":
-            continue
-        room = min(question.cluster.budgets[device] for device in hybrid.split.grid(number).devices)
-
-        def fits(blocks: int, number: int = number, placed: Placed = placed, room: int = room) -> bool:
-            again = [*recomputed_blocks(question, number, placed, blocks)]
-            return reader.peaks(hybrid.split, [number], again)[0] <= room
-
-        blocks = _fewest(fits, placed.stop - placed.start)
-        decisions += recomputed_blocks(question, number, placed, blocks)
-    return tuple(decisions)
-
-
-def _fewest(enough: Callable[[int], bool], most: int) -> int:
-    """Return the fewest blocks, at least one, that are enough, as `most` are, by bisection."""
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+def refined(best: Mixed) -> Mixed:
+    """Return a plan, or a faster one that the local search finds from the filled plans of its split."""
+    plans = _Filled(best.question)
+    found = plans.improved(best.split)
+    made = best if found is None else plans.made(found)
+    return made if made.simulation.fits and made.seconds < best.seconds else best
 
 
 # ---- Search
@@ -297,8 +176,7 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
     others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
     if best is not None:
         others = [other for other in others if any(stage.way != WHOLE for stage in other.stages)]
-    best = _simulated(simulations, others, best)
-    return swapped(simulations, best) if best is not None and best.decisions else best
+    return _simulated(simulations, others, best)
 
 
 def _simulated(
@@ -309,18 +187,25 @@ def _simulated(
     Only a few are simulated if they take much longer than `at_most` seconds.
     """
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
-    question, reader = simulations.question, Reader(simulations.question)
-    until = simulations.work + simulations.share_of(_MIXED_WORK)
+    until, plans = simulations.work + simulations.share_of(_MIXED_WORK), _Filled(simulations.question)
     for result in estimated:
-        ended = simulations.work + reader.actions > until
+        ended = simulations.work > until
         ended = ended or _is_enough(simulations, best, at_most)
         if best is not None and (ended or result.value > best.seconds * (1 + _CLOSE)):
             break
-        decisions = trimmed(question, result, reader)
-        simulation = simulations.of(result.split, decisions)
-        if simulation.seconds < enough:
-            best, enough = Mixed(question, result.split, simulation, decisions), simulation.seconds
+        plan = _made(simulations, result, plans)
+        if plan.seconds < enough:
+            best, enough = plan, plan.seconds
     return best
+
+
+def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed:
+    """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs."""
+    question, split, decisions = simulations.question, hybrid.split, repeated(simulations.question, hybrid)
+    filled = plans.of(split) if decisions else None
+    if filled is not None:
+        return plans.made(filled)
+    return Mixed(question, split, simulations.of(split, decisions), decisions)
 
 
 def _is_enough(simulations: Simulations, best: Mixed | None, at_most: float) -> bool:

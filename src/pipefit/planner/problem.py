@@ -414,6 +414,19 @@ class Question:
         size = self.training.microbatch_size // degree.data
         return self.profile.at(size, degree.tensor, sequences=degree.sequences)
 
+    def of_one(self, degree: Degree) -> Question:
+        """Return the question of one device of a stage of this degree: its local batches and its parts of layers."""
+        if degree == SINGLE:
+            return self
+        alike = [one for one in self.profile.measurements if one.way[1:] == degree[1:]]
+        parts = tuple(replace(one, tensor=1, sequences=False) for one in alike)
+        return replace(
+            self,
+            profile=replace(self.profile, measurements=parts),
+            training=replace(self.training, batch_size=self.training.batch_size // degree.data),
+            options=replace(self.options, **SINGLE.pins, shard=None),
+        )
+
     @cached_property
     def edges(self) -> tuple[int, ...]:
         """First layer of each block, and the number of layers.

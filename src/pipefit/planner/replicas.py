@@ -19,7 +19,7 @@ import numpy as np
 from pipefit.errors import UsageError
 from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
-from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
+from pipefit.planner.problem import SINGLE, Degree, Planner, PlannerResult, Question, Split
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Link, Member, MemberKind
 from pipefit.schema.grids import Grid
@@ -63,7 +63,7 @@ def representative(question: Question, degree: Degree) -> Question:
                 f"{what} {cost.alone}, with different results in each of {degree.data} replicas: omit data, "
                 "and put this stage on one device"
             )
-    how, options, profile = question.training, question.options, question.profile
+    options = question.options
     asked = options.stages
     if asked is not None and asked > len(groups):
         raise UsageError(
@@ -71,21 +71,11 @@ def representative(question: Question, degree: Degree) -> Question:
             f"{counted(asked * degree.devices, 'device')}, but cluster {question.cluster.name} has "
             f"{len(question.cluster.devices)}: use fewer stages or replicas"
         )
-    alike = [measurement for measurement in profile.measurements if measurement.way[1:] == degree[1:]]
-    ranks = tuple(replace(one, tensor=1, sequences=False) for one in alike)
+    one, means = question.of_one(degree), replace(options.means, peers=False, state=False, spill=False)
     return replace(
-        question,
-        profile=replace(profile, measurements=ranks),
+        one,
         cluster=_part(question.cluster, [devices[0] for devices in groups]),
-        training=replace(how, batch_size=how.batch_size // degree.data),
-        options=replace(
-            options,
-            data=1,
-            tensor=1,
-            sequences=None,
-            shard=None,
-            means=replace(options.means, peers=False, state=False, spill=False),
-        ),
+        options=replace(one.options, **SINGLE.pins, shard=None, means=means),
     )
 
 

@@ -71,16 +71,6 @@ class Reader:
             result.append(float(highest + losses))
         return result
 
-    def borrowed_bytes(self, split: Split, number: int, decisions: Sequence[Decision]) -> int:
-        """Return the bytes that all devices of a stage use at other places.
-
-        Raises:
-            UsageError: the stage cannot be carried out.
-        """
-        plan, parts = self._read(split, decisions)
-        arenas = (arena for part in self._devices(plan, parts, number) for arena in part.memory().arenas)
-        return sum(arena.nbytes for arena in arenas)
-
     def _read(self, split: Split, decisions: Sequence[Decision]) -> tuple[Plan, Parts]:
         """Return the plan of a split with few microbatches, and the shared parts of its devices."""
         how = self._training(len(split.devices))

@@ -11,7 +11,7 @@ it. Exact seconds need a simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.lowering import Recompute, cuts
+from pipefit.planner.bounds import in_flight
 from pipefit.planner.hybrid.divided_state import Reader, buckets_of
 from pipefit.planner.hybrid.programme import (
     Cost,
@@ -35,6 +36,7 @@ from pipefit.planner.hybrid.programme import (
     states_of,
 )
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
+from pipefit.planner.memory_choices import BlockPrices
 from pipefit.planner.problem import SINGLE, Degree, DeviceClass, Question, Split
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.devices import DeviceKind
@@ -176,21 +178,13 @@ def leanest_split(question: Question) -> Split:
 
 def repeated(question: Question, hybrid: Hybrid) -> tuple[Decision, ...]:
     """Return the decisions of a plan to recompute, for all microbatches."""
-    return tuple(
-        decision
-        for number, placed in enumerate(hybrid.stages)
-        for decision in recomputed_blocks(question, number, placed, placed.stop - placed.start)
-    )
-
-
-def recomputed_blocks(question: Question, number: int, placed: Placed, blocks: int) -> Iterator[Decision]:
-    """Yield the decisions that recompute the first `blocks` blocks of a stage in its way, if any."""
-    if placed.way.recompute == "never":
-        return
-    ends = question.edges[placed.start], question.edges[placed.start + blocks]
-    edges = question.edges if placed.way.recompute == "always" else ()
-    for start, stop in pairwise(cuts(edges, *ends)):
-        yield Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
+    result = list[Decision]()
+    for number, placed in enumerate(hybrid.stages):
+        ends = question.edges[placed.start], question.edges[placed.stop]
+        edges = question.edges if placed.way.recompute == "always" else ()
+        for start, stop in pairwise(cuts(edges, *ends)) if placed.way.recompute != "never" else ():
+            result.append(Decision(stage=number, subject=Run(start=start, stop=stop), what=What.RECOMPUTE))
+    return tuple(result)
 
 
 def budget_level(question: Question) -> float:
@@ -204,6 +198,11 @@ class StageTimes(NamedTuple):
     step: Floats
     each: Floats
     longer: Floats
+
+
+def _kept(way: Way) -> Way:
+    """Return a way without recomputation of separate blocks."""
+    return way._replace(recompute="never") if way.recompute == "always" else way
 
 
 class HybridSearch:
@@ -231,6 +230,7 @@ class HybridSearch:
         self._level = _INFINITE  # if it is known
         self._may_start: dict[float, list[range]] = {}  # by level
         self._times: dict[tuple[Degree, int, Way], StageTimes] = {}
+        self._price: dict[tuple[Degree, int], BlockPrices] = {}
         self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
 
     def _is_cheap(self, sizes: Sizes) -> bool:
@@ -368,10 +368,14 @@ class HybridSearch:
 
         def seconds(way: Way) -> float:
             peak = self.tables[placed.choice.degree].peak(left, way, placed.start, placed.stop)
-            within = peak / self.unit(placed.choice) <= level
-            return (
-                float(self.seconds(placed.choice, way)[0][placed.start, placed.stop]) if within else _INFINITE
-            )
+            if peak / self.unit(placed.choice) > level:
+                return _INFINITE
+            result = float(self.seconds(placed.choice, _kept(way)).step[placed.start, placed.stop])
+            if way.recompute == "always" and level < _INFINITE:
+                ends = placed.stop - placed.start, range(placed.start, placed.start + 1)
+                again = self._again(left, placed.choice, way, level, *ends)
+                result += self.question.training.microbatches * float(again[0, -1])
+            return result
 
         return min(self.ways(placed.choice.degree), key=seconds)
 
@@ -444,16 +448,47 @@ class HybridSearch:
         width = known[0][1].shape[1]
         best, each = np.full_like(known[0][1], _INFINITE), np.zeros_like(known[0][1])
         for way, head, add in known if width else ():
-            fits = tables.rows(left, way, width, starts) / unit <= level
-            within = np.where(fits, head, _INFINITE)
-            best, each = np.minimum(within, best), np.where(within < best, add, each)
+            fits, again = tables.rows(left, way, width, starts) / unit <= level, np.zeros_like(head)
+            if way.recompute == "always":
+                again = self._again(left, choice, way, level, width, starts)
+            step = head + self.question.training.microbatches * again
+            within = np.where(fits & (step <= most), step, _INFINITE)
+            best, each = np.minimum(within, best), np.where(within < best, add + again, each)
         return Cost(best, each, starts.start)
 
+    def _again(
+        self, left: int, choice: StageRequest, way: Way, level: float, width: int, starts: range
+    ) -> Floats:
+        """Return the seconds in which stages recompute a microbatch's cheapest bytes, as many as they lack.
+
+        Row i and column w are the w + 1 blocks from `starts[i]` on.
+        """
+        how, rows = self.question.training, np.arange(starts.start, starts.stop)[:, None]
+        stops = np.minimum(rows + 1 + np.arange(width), self.question.blocks)
+        kept = self.tables[choice.degree].rows(left, _kept(way), width, starts)
+        held = in_flight(how, 0, left)
+        prices = self._prices(choice)
+        return (
+            prices.seconds(kept - level * self.unit(choice), held, lambda sums: sums[stops] - sums[rows])
+            / held
+        )
+
+    def _prices(self, choice: StageRequest) -> BlockPrices:
+        """Return the prices of recomputation on the devices of a choice."""
+        key = choice.degree, choice.take.lowest
+        if key not in self._price:
+            kinds = self._kinds(self._devices(choice))
+            self._price[key] = BlockPrices(self.question.of_one(choice.degree), kinds)
+        return self._price[key]
+
     def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats]]:
-        """Return every way's seconds of a step, if at most `most`, and of a microbatch."""
+        """Return every way's seconds of a step, if at most `most`, and of a microbatch.
+
+        Without recomputation of separate blocks, whose seconds depend on the memory that stages lack.
+        """
         key = choice.degree, choice.take.lowest, most
         if key not in self._quickest:
-            every = [self.seconds(choice, way) for way in self.ways(choice.degree)]
+            every = [self.seconds(choice, _kept(way)) for way in self.ways(choice.degree)]
             quick = np.minimum.reduce([times.step for times in every]) <= most
             width = Cost.of(np.where(quick, 0.0, _INFINITE)).head.shape[1]
             self._quickest[key] = [
@@ -468,8 +503,7 @@ class HybridSearch:
         way = way or self.ways(choice.degree)[0]
         key = choice.degree, choice.take.lowest, way
         if key not in self._times:
-            classes = [self.classes[number] for number in self.states.classes(choice.take)]
-            devices = [device for cls_ in classes for device in cls_.devices]
+            devices = self._devices(choice)
             tables, kinds = self.tables[choice.degree], self._kinds(devices)
             (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
             again = way.recompute != "never"
@@ -481,6 +515,12 @@ class HybridSearch:
             step = self.question.training.microbatches * each + end
             self._times[key] = StageTimes(step, each, np.maximum(times[0], times[1]))
         return self._times[key]
+
+    def _devices(self, choice: StageRequest) -> list[int]:
+        """Return the devices of the classes that a choice may get."""
+        return [
+            device for number in self.states.classes(choice.take) for device in self.classes[number].devices
+        ]
 
     def each(self, choice: StageRequest) -> Floats:
         """Return the seconds of a microbatch, with its part of the gradient all-reduce and of the update."""
