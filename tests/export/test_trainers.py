@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -80,9 +81,10 @@ WEIGHTS = state("parameters")
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment() -> Iterator[None]:
     """Restore the environment, in which trainers leave their settings."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with patch.dict(os.environ):
+        yield
 
 
 def trainer(plan: Plan, folder: Path) -> tuple[TrainingArguments, Any]:
