@@ -66,10 +66,8 @@ _REPLICATED = (
     20_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
 )
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
-_NEAR, _REFINED = (
-    0.1,
-    3,
-)  # plans of any degrees that the local search improves: this near to the fastest, this many
+_NEAR = 0.1  # part of a step by which plans that the local search improves may be slower than the fastest
+_REFINED = 3  # number of these plans
 _EACH = 10  # actions for each microbatch of a stage
 _COSTLY = 20_000_000  # ranges of blocks as stages, above which no memory bound is computed
 _BOUND = 0.15  # new actions that take as long as the bound for a range of blocks as one stage

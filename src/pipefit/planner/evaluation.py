@@ -138,9 +138,7 @@ class Evaluator:
 
     def __init__(self, question: Question) -> None:
         self.question = self._asked = question
-        self._every: dict[
-            Degree, Menus
-        ] = {}  # with all techniques, shared by all evaluators restricted from one
+        self._every: dict[Degree, Menus] = {}  # menus with all techniques, shared with restricted evaluators
         self._menus: dict[Degree, Menus] = {}
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None

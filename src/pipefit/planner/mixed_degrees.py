@@ -203,8 +203,8 @@ def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed:
     """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs."""
     question, split, decisions = simulations.question, hybrid.split, repeated(simulations.question, hybrid)
     filled = plans.of(split) if decisions else None
-    if filled is not None:
-        return plans.made(filled)
+    if filled is not None and (made := plans.made(filled)).simulation.fits:
+        return made
     return Mixed(question, split, simulations.of(split, decisions), decisions)
 
 
