@@ -99,7 +99,12 @@ def _fastest(*some: Evaluation | None) -> Evaluation | None:
 
 
 def refined(best: Mixed) -> Mixed:
-    """Return a plan, or a faster one that the local search finds from the filled plans of its split."""
+    """Return a plan, or a faster one that the local search finds from the filled plans of its split.
+
+    The plan itself if one simulation takes as long as the whole search may.
+    """
+    if best.simulation.actions > _IMPROVING * min(2, len(best.split.devices)):
+        return best
     plans = _Filled(best.question)
     found = plans.improved(best.split)
     made = best if found is None else plans.made(found)
