@@ -18,7 +18,7 @@ from support.small_tasks import plan_of
 from support.step_peaks import too_low
 
 SIZE, PLANS = 2, 3
-REFUSED = ("in place", "does not require a gradient")  # what no plan can train
+REFUSED = ("in place", "inplace", "does not require a gradient")  # what no plan can train
 
 
 def plans(seed: int, *, traced: bool) -> Iterator[tuple[str, Plan, list[str]]]:

@@ -1,4 +1,4 @@
-"""In-place layers on views returned by the layer before."""
+"""In-place layers on views returned by the layer before, and layers that return what is not theirs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
+from pipefit.runtime import certify
+from pipefit.schema.trace import Category
+from pipefit.simulator import simulate
 from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 from support.step_peaks import step_peaks
 
@@ -31,6 +34,17 @@ class Apply(nn.Module):
         return self.function(x) if self.held is None else self.function(x, self.held)
 
 
+class Before(nn.Linear):
+    """A linear layer whose input a function changes first, in place or not."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.change(x))
+
+
 Layers = Callable[[], Sequence[nn.Module]]
 IN_PLACE: dict[str, Layers] = {
     "an activation behind a product": lambda: [linear(), linear(), nn.ReLU(inplace=True), linear()],
@@ -42,6 +56,9 @@ IN_PLACE: dict[str, Layers] = {
         rows_of(),
     ],
     "a product with one number": lambda: [linear(), Apply(lambda x: x.mul_(2.0)), linear()],
+    "before a product in the same layer": lambda: [linear(), Before(Tensor.relu_), linear()],
+    "a number before a product": lambda: [linear(), Before(lambda x: x.mul_(2)), linear()],
+    "a new number before a product": lambda: [linear(), Before(lambda x: x / 2.0), linear()],
 }
 
 
@@ -102,6 +119,36 @@ def a_parameter() -> list[nn.Module]:
     """Return a parameter as a value, which the next layer changes."""
     held = Apply(lambda x, held: (x, held[None]), uses_held=True)
     return [linear(), held, Apply(lambda pair: pair[0] + pair[1].detach().relu_()), linear()]
+
+
+class Held(nn.Module):
+    """A layer that returns a parameter or buffer of its own, or a view of it, after its input."""
+
+    def __init__(self, *, buffer: bool, view: bool) -> None:
+        super().__init__()
+        self.view, held = view, torch.ones(ROWS, WIDTH)
+        if buffer:
+            self.register_buffer("held", held)
+        else:
+            self.held = nn.Parameter(held)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        held = self.held
+        return x.add_(1.0), held[None] if self.view else held
+
+
+@pytest.mark.parametrize("buffer", [False, True], ids=["parameter", "buffer"])
+@pytest.mark.parametrize("view", [False, True], ids=["itself", "view"])
+@pytest.mark.parametrize("schedule", ["1f1b", "torchgpipe"])
+def test_a_parameter_as_a_value_stays_a_parameter(buffer: bool, view: bool, schedule: str) -> None:
+    """All accounts equal the allocator's, and in both others a sent parameter counts as a parameter."""
+    task = rows(lambda: [linear(), Held(buffer=buffer, view=view), Apply(lambda pair: pair[0] * pair[1])])
+    plan = plan_of(task, [1, 1, 1], size=SIZE, microbatches=3, schedule=schedule)
+    peaks = step_peaks(task, plan)
+    assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+    for trace in (simulate(plan), certify(task, plan)):
+        held = [sample.by_category[Category.PARAMETERS] for sample in trace.devices[1].memory]
+        assert set(held) == {4 * ROWS * WIDTH}
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ _DEVICE = (
 _COLLECTIVES = "c10d"  # these return their arguments, which may be views
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
+_PARAMETERS, _OF_VALUES = _POSITION[Category.PARAMETERS], (Category.BOUNDARY, Category.ACTIVATIONS)
 
 # For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation
 # returns.
@@ -273,10 +274,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Count the storages of these tensors as `category` from now on, also previously uncounted ones."""
+        """Count the storages of these tensors as `category` from now on, also previously uncounted ones.
+
+        A parameter or buffer that a layer returns as a value stays a parameter.
+        """
         for tensor in tensors:
             if tensor is not None and self._is_here(tensor):
-                self._move(self._track(tensor), _POSITION[category])
+                tracked = self._track(tensor)
+                if tracked.category != _PARAMETERS or category not in _OF_VALUES:
+                    self._move(tracked, _POSITION[category])
 
     def reserve(self, nbytes: int) -> None:
         """Count memory that the device lends to others as long as it lives."""

@@ -130,6 +130,7 @@ def _updates_of(
     meter: PassMeter, optimizer: MakeOptimizer, groups: LayerGroups, follow: Callable[[], None]
 ) -> UpdateCosts:
     def steps() -> UpdateCosts:
+        meter.start()  # frees a number that the last operation of a backward used
         before = meter.total
         stepper = optimizer(groups)
         early, passed = meter.total - before, _Passed(meter)
