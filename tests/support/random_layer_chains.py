@@ -77,8 +77,7 @@ KINDS: dict[str, Kind] = {
     "dropout in place": one(lambda m, x: F.dropout(x, 0.5, inplace=True)),
     "relu": one(lambda m, x: F.relu(x)),
     "dropout": one(lambda m, x: F.dropout(x, 0.5)),
-    "number before a product": one(lambda m, x: m(x.mul_(2)), linear),
-    "relu before a product": one(lambda m, x: m(F.relu_(x)), linear),
+    "number before a product": one(lambda m, x: m(x * 2), linear),
     "number": one(lambda m, x: x / 2.0),
     "gelu": one(lambda m, x: F.gelu(x)),
     "tanh": one(lambda m, x: torch.tanh(x)),
@@ -99,7 +98,6 @@ KINDS: dict[str, Kind] = {
     "copied halves": fork(
         lambda m, x: tuple(h.contiguous() for h in m(x).chunk(2, -1)), lambda: linear(2 * WIDTH)
     ),
-    "weight": fork(lambda m, x: (m(x), m.weight.expand(len(x), -1, -1)), linear),
     "mask": fork(lambda m, x: (x, (x.detach() > 0).float())),
     "detached": fork(lambda m, x: (x, x.detach().clone())),
     "sum": join(lambda m, x, y: x + y),
