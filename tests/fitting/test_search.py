@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, combinations
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,17 @@ def test_the_edge_is_that_of_looking_at_every_number(numbers: range, limit: int,
     found = edge(lambda number: None if number in gaps else number <= limit, numbers)
     assert found.holds == max((number for number in accepted if number <= limit), default=None)
     assert found.fails == min((number for number in accepted if number > limit), default=None)
+
+
+def test_every_set_of_refusals() -> None:
+    """Of nine numbers, with every edge and every set of refused ones, the edge is that of a walk."""
+    numbers = range(1, 10)
+    for refused in chain.from_iterable(combinations(numbers, count) for count in numbers):
+        accepted = [number for number in numbers if number not in refused]
+        for limit in (0, *numbers):
+            found = edge(lambda number: None if number in refused else number <= limit, numbers)  # noqa: B023
+            assert found.holds == max((number for number in accepted if number <= limit), default=None)
+            assert found.fails == min((number for number in accepted if number > limit), default=None)
 
 
 @given(numbers=RANGES, limit=st.integers(0, 3000), heads=st.integers(1, 16))

@@ -129,6 +129,16 @@ def test_simulator_dry_run_meter_and_allocator_agree(
         assert found.simulated == found.dry
 
 
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_state_before_the_first_step_is_divided_too(shard: Sharding) -> None:
+    """Adagrad has its state before any step: all four accounts agree on every device in the first step too."""
+    task = replicated("dropped", optimizer=partial(torch.optim.Adagrad, lr=0.1))
+    found = profile(task, microbatch_size=SIZES)
+    plan = sliced_plan(found, [0, 3, 6], [3, 2], microbatches=2, shard=(shard, shard))
+    peaks = step_peaks(task, plan)
+    assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_clipping_and_accumulation_are_those_of_the_whole_batch(
