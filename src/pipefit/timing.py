@@ -5,10 +5,10 @@ FLOP/s and moving bytes at a share of its memory bandwidth, since kernels reach 
 al., 2009), plus a constant for its launch and for filling the device. So small operations reach less than
 large ones. Convolutions have arithmetic of their own: tensor cores multiply float32 images in TF32, which torch
 allows for convolutions by default, and convert images that are not channels last; elsewhere kernels of 3 x 3
-use Winograd's transform. The shares and the constant belong to the kind (`schema.devices.DeviceKind`) and can
-be set. The share of large products depends on more than the kind; narrow products are bound by their bytes
-here. `benchmarks/bench_time.py` compares estimates with published training throughput; for measured
-seconds, use `pipefit profile --device cpu|cuda`.
+use Winograd's transform. Depthwise kernels use no tensor cores. The shares and the constant belong to the kind
+(`schema.devices.DeviceKind`) and can be set. The share of large products depends on more than the kind; narrow
+products are bound by their bytes here. `benchmarks/bench_time.py` compares estimates with published training
+throughput; for measured seconds, use `pipefit profile --device cpu|cuda`.
 """
 
 from __future__ import annotations
@@ -277,6 +277,7 @@ def _above(place: int, count: int) -> int:
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float64": 8}  # bytes of an element; 4 of all others
 CONVOLUTIONS = ("convolution", "winograd", "layout")
+DEPTHWISE_REACHED = 0.05  # of the float32 rate, by kernels that load an element for every product
 WINOGRAD_SAVES = 2.25  # products of a direct convolution over those for tiles of 2 x 2 (Lavin and Gray, 2016)
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
@@ -305,6 +306,8 @@ def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
 
 def _rate(kind: DeviceKind, dtype: str, family: Family) -> float:
     """Return the FLOP/s that large operations of a family reach; 0 for conversions that the device does not need."""
+    if family == "depthwise":  # bound by loads, and on no tensor cores
+        return 2 * (kind.elements_per_second or kind.peak_flops("float32") * DEPTHWISE_REACHED / 2)
     own = kind.convolves_in(dtype) if family in CONVOLUTIONS else dtype
     rate = kind.peak_flops(own) * kind.part_of_flops(own)
     if family == "attention":

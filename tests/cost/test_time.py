@@ -78,6 +78,18 @@ def test_float32_convolutions_run_in_tf32_or_by_winograds_transform(
     assert seconds(Work.of([Alike(1, 2 * 10**12, 0, "float16", family)]), kind) == pytest.approx(half)
 
 
+@pytest.mark.parametrize(("elements", "expected"), [(None, 2e12 / 2e10), (3e11, 2e12 / 6e11)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_depthwise_convolutions_load_an_element_for_every_product(
+    elements: float | None, expected: float, dtype: str
+) -> None:
+    """Tensor cores are no use: two operations take the time of a loaded element, or a share of the float32 rate."""
+    kind = replace(KIND, elements_per_second=elements, operation_seconds=0.0)
+    work = Work.of([Alike(1, 2 * 10**12, 0, dtype, "depthwise")])
+    tensor = replace(kind, flops={**kind.flops, "tf32": 16e11})
+    assert seconds(work, kind) == seconds(work, tensor) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("float16", 5.0), ("float32", 3.0), ("", 3.0)])
 def test_small_elements_are_bound_by_their_number(dtype: str, expected: float) -> None:
     """With 3e8 elements a second, 3 GB of halves take 5 s; floats reach the share of the bandwidth, as products do."""

@@ -155,6 +155,24 @@ def test_images_in_another_layout_than_channels_last_are_converted(last: bool) -
     assert moved == ([0, 0] if last else [both, 2 * both])
 
 
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_depthwise_kernels_read_images_as_they_are(groups: int) -> None:
+    """A convolution of every channel by itself converts no layout, and has two operations for each of its taps."""
+    with FakeTarget("cuda") as fake, PassMeter(None, fake.device) as meter:
+        layer = nn.Conv2d(8, 16, 5, stride=2, groups=groups, bias=False).to(fake.device)
+        images = torch.empty(3, 8, 9, 9, device=fake.device)
+        meter.start()
+        result = layer(images.requires_grad_())
+        forward = meter.work.operations
+        meter.start()
+        result.backward(torch.empty_like(result))
+        backward = meter.work.operations
+    taps = 25 * (8 // groups) * 3 * 16 * 9
+    kernels = {"depthwise"} if groups == 8 else {"convolution", "layout"}
+    assert {alike.family for alike in (*forward, *backward)} - {""} == kernels
+    assert [sum(alike.flops for alike in work) for work in (forward, backward)] == [2 * taps, 4 * taps]
+
+
 @pytest.mark.parametrize("read", ["embedding", "index_select", "gather", "index"])
 def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None:
     """Looking up three rows of a thousand moves the indices, the rows read and the rows written."""

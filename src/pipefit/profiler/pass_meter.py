@@ -181,7 +181,8 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 #
 # cuDNN's tensor-core kernels take channels last. It converts other activations before a convolution, and the
 # result after it (NVIDIA, Convolutional Layers User's Guide). Dense kernels of 3 x 3 and stride 1 have Winograd's
-# transform (Lavin and Gray, 2016).
+# transform (Lavin and Gray, 2016). Depthwise kernels of torch and cuDNN take images as they are (ATen's
+# `use_cudnn_depthwise`).
 
 _CONVOLUTION, _CONVOLUTION_BACKWARD = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
@@ -210,6 +211,8 @@ def _convolution(
     flops = passes * conv_flop_count([*inputs.shape], [*weight.shape], [*result.shape], transposed=transposed)
     if inputs.device.type == "cpu":
         return flops, "convolution", 0
+    if 1 < groups == inputs.shape[1] and not transposed:
+        return flops, "depthwise", 0
     dense = tuple(weight.shape[2:]) == (3, 3) and groups == max(*stride, *dilation) == 1
     last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
     moved = 0 if last else 2 * passes * (_nbytes(inputs) + _nbytes(result))  # read and written once more

@@ -109,8 +109,8 @@ class KernelMemory:
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 # Kernels that reach another rate than matrix products: fused attention, convolutions, those for which Winograd's
-# transform exists, and conversions of activations to channels last, which only tensor cores need
-Family = Literal["", "attention", "convolution", "winograd", "layout"]
+# transform exists, depthwise ones, and conversions of activations to channels last, which only tensor cores need
+Family = Literal["", "attention", "convolution", "winograd", "depthwise", "layout"]
 
 
 class Alike(NamedTuple):
