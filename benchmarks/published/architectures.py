@@ -79,9 +79,12 @@ def style_of(row: Row) -> Style:
         )  # fmt: skip
     if framework.startswith("llm-foundry"):  # its loss is a fused kernel on logits in half precision
         return replace(style, loss="half")
-    if framework.startswith("torchtune"):  # the compiled loss takes logits in eight pieces
+    if framework.startswith("torchtune"):
         fused = row.compile == "yes"
-        return replace(style, norm="rms" if fused else "rms-cast", mlp="gated-fused" if fused else "gated")
+        loss = "half" if "loss in chunks" in row.class_reason else "float32"
+        return replace(
+            style, norm="rms" if fused else "rms-cast", mlp="gated-fused" if fused else "gated", loss=loss
+        )
     if framework.startswith("torchtitan"):
         return replace(style, norm="rms", mlp="gated-fused" if row.compile == "yes" else "gated")
     raise Inexpressible("the framework's model code is not described here")

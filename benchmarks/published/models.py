@@ -42,8 +42,9 @@ class Style:
     0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
     queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
     scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
-    attention and MLP. `normed`: a norm after the embedding. `loss`: `float32` (a copy of the logits), `half`, or
-    `pieces`.
+    attention and MLP. `normed`: a norm after the embedding. `draws`: whether dropout draws its mask, or stands for the
+    time of ranks that draw their part alone, where pipefit's ranks draw the whole. `loss`: `float32` (a copy of the
+    logits), `half`, or `pieces`.
     """
 
     norm: Literal["layer", "rms", "rms-cast", "rms-plain"] = "layer"
@@ -55,10 +56,18 @@ class Style:
     attention: Literal["flash", "scores"] = "flash"
     softmax: Literal["half", "float32"] = "half"
     dropout: float = 0.0
+    draws: bool = True
     tied: bool = False
     capped: bool = False
     normed: bool = False
     loss: Literal["float32", "half", "pieces"] = "float32"
+
+
+def dropped(hidden: Tensor, style: Style, *, training: bool) -> Tensor:
+    """Apply dropout, if the model has some, or a function that moves as many bytes in half precision."""
+    if not style.draws:
+        return F.relu(hidden)
+    return F.dropout(hidden, style.dropout, training) if style.dropout else hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +240,7 @@ class Attention(nn.Module):
         if self.style.softmax == "float32":
             scores = scores.float()
         weights = self.masked(scores).softmax(-1).to(value.dtype)
-        return F.dropout(weights, self.style.dropout, self.training) @ value
+        return dropped(weights, self.style, training=self.training) @ value
 
     def masked(self, scores: Tensor) -> Tensor:
         """Hide later tokens; a softmax in half precision is Megatron's kernel, which scales and masks too."""
@@ -283,7 +292,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, style: Style, by: Adapters | None) -> None:
         super().__init__()
-        self.norm1, self.parallel, self.dropout = norm_of(style, shape.hidden), style.parallel, style.dropout
+        self.norm1, self.parallel, self.style = norm_of(style, shape.hidden), style.parallel, style
         self.attention = Attention(shape, style, by)
         if style.parallel != "one norm":
             self.norm2 = norm_of(style, shape.hidden)
@@ -302,7 +311,7 @@ class Block(nn.Module):
 
     def drop(self, hidden: Tensor) -> Tensor:
         """Apply dropout, if the model has some."""
-        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+        return dropped(hidden, self.style, training=self.training)
 
 
 class Embedding(nn.Module):
@@ -313,7 +322,7 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(shape.vocab, shape.hidden)
         if not style.rotary:
             self.position = nn.Embedding(shape.seq, shape.hidden)
-        self.learned, self.dropout = not style.rotary, style.dropout
+        self.learned, self.style = not style.rotary, style
         self.norm = norm_of(style, shape.hidden) if style.normed else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -321,8 +330,7 @@ class Embedding(nn.Module):
         hidden = self.token(tokens)
         if self.learned:
             hidden = hidden + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        hidden = self.norm(hidden)
-        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+        return dropped(self.norm(hidden), self.style, training=self.training)
 
 
 class Head(nn.Module):

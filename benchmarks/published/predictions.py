@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from setups import Setup
+from stream_pools import copies, reserved_bytes
 from zero_buffers import flat_bytes
 
-from pipefit import certify, simulate
+from pipefit import Plan, certify, simulate
 from pipefit.memory import AllocatorSettings
 from pipefit.schema.trace import CATEGORIES, AllocatorPeaks, Category, DeviceTrace, MemorySample
 from pipefit.simulator import Simulation
@@ -16,6 +17,7 @@ from pipefit.simulator import Simulation
 _PARAMETERS, _GRADIENTS, _BOUNDARY = (
     CATEGORIES.index(each) for each in (Category.PARAMETERS, Category.GRADIENTS, Category.BOUNDARY)
 )
+_STATE = (_PARAMETERS, _GRADIENTS, CATEGORIES.index(Category.OPTIMIZER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
     Reserved bytes need a dry run, which takes seconds a device; without `reserved` they are None, and what fits is
     decided by tensors alone.
     """
-    plan, trace = setup.plan, simulate(setup.plan)
-    used = {device for stage in plan.stages for device in stage.devices}
-    devices = [device for device in trace.devices if device.device in used]
+    plan = setup.plan
+    own = {device.device: device for device in simulate(plan).devices}
+    devices = traces = list(evenly_divided(plan, own))
     fits = all(peak(setup, device) <= plan.cluster.budgets[device.device] for device in devices)
     if setup.rank is not None:
         devices = [device for device in devices if device.device == setup.rank]
@@ -47,16 +49,14 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
     if reserved:
         dry = certify(setup.task, plan, target="cuda", allocator=AllocatorSettings())
         figures = {device.device: device.allocator for device in dry.devices if device.allocator}
-        fits = fits and all(_has_room(setup, device, figures.get(device.device)) for device in trace.devices)
+        fits = fits and all(_has_room(setup, device, figures.get(device.device)) for device in traces)
     overheads = plan.cluster.devices[0].kind.overheads
     default = added = in_reserve = outside = 0
     for device in devices:
-        found = figures.get(device.device)
-        default += (
-            found.allocated_bytes if found else device.peak_bytes + 2 * overheads.cublas_workspace_bytes
-        )
-        added += peak(setup, device) - device.peak_bytes
-        in_reserve += found.reserved_bytes if found else 0
+        found, own_peak = figures.get(device.device), own[device.device].peak_bytes
+        default += found.allocated_bytes if found else own_peak + 2 * overheads.cublas_workspace_bytes
+        added += peak(setup, device) - own_peak
+        in_reserve += found.reserved_bytes + _of_streams(setup, device) if found else 0
         outside += overheads.context_bytes + _communicators(setup, device) * overheads.communicator_bytes
     return Memory(
         default_bytes=default,
@@ -65,6 +65,28 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         used_bytes=(in_reserve if reserved else default) + added + outside + _flat(setup, devices[0]),
         fits=fits,
     )
+
+
+def evenly_divided(plan: Plan, devices: Mapping[int, DeviceTrace]) -> Iterator[DeviceTrace]:
+    """Yield the devices of a plan's stages with the model state that each has if replicas divide tensors.
+
+    A layer has one owner in pipefit; in frameworks every replica owns an equal part of every tensor, or of a buffer.
+    """
+    for stage in plan.stages:
+        step = stage.grid.tensor
+        for place, device in enumerate(stage.devices):
+            own = devices[device]
+            others = [devices[other].memory for other in stage.devices[place % step :: step]]
+            if stage.grid.shard == "none" or len({len(memory) for memory in others}) > 1:
+                yield own
+                continue
+            memory = []
+            for samples in zip(own.memory, *others, strict=True):
+                levels = list(samples[0].bytes)
+                for each in _STATE:
+                    levels[each] = sum(sample.bytes[each] for sample in samples[1:]) // len(others)
+                memory.append(replace(samples[0], bytes=tuple(levels)))
+            yield replace(own, memory=tuple(memory))
 
 
 def _communicators(setup: Setup, device: DeviceTrace) -> int:
@@ -85,6 +107,23 @@ def _flat(setup: Setup, device: DeviceTrace) -> int:
     parameters = device.memory[0].bytes[_PARAMETERS] // 2
     wide = (setup.gradient_bytes or 2) > 2
     return flat_bytes(parameters, setup.largest_parameter, grid.data, wide=wide)
+
+
+def _of_streams(setup: Setup, device: DeviceTrace) -> int:
+    """Return the bytes that segments of other streams need more than copies between stages in the same one."""
+    if not setup.copies_on_streams:
+        return 0
+    plan, count = setup.plan, setup.microbatches
+    number = next(number for number, stage in enumerate(plan.stages) if device.device in stage.devices)
+    received, returned = copies(plan)
+    kept = (
+        plan.profile.at(plan.training.microbatch_size).costs[plan.stages[number].start].inputs
+        if number
+        else ()
+    )
+    fullest = max(device.memory, key=lambda sample: sample.total_bytes)
+    counted = count * sum(value.nbytes for value in kept) + fullest.bytes[_BOUNDARY]
+    return reserved_bytes(received.get(number, ()), returned.get(number, ()), count) - counted
 
 
 def _has_room(setup: Setup, device: DeviceTrace, found: AllocatorPeaks | None) -> bool:

@@ -33,6 +33,7 @@ class Row:
     source: str
     ref: str
     kind: str  # column `class`
+    class_reason: str
     gpu: str
     gpu_mem_nominal: str
     interconnect: str

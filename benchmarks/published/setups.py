@@ -31,15 +31,17 @@ class Setup:
     A step of 1F1B repeats itself, so `plan` has at most `MOST_REPEATED` microbatches a stage of the row's
     `microbatches`. Seconds are those of `timed`, and of `longer` with some more microbatches, if the row has. They
     send as many bytes as with sequence parallelism, without its copies: in nanotron and Megatron tokens are the first
-    dimension, so what ranks gather is in place.
-    `rank` is the device whose memory was measured, None for the fullest one, or `summed` for all together.
+    dimension, so what ranks gather is in place. Their ranks draw only their own part of dropout. `rank` is the device
+    whose memory was measured, None for the fullest one, or `summed` for all together.
+
     `gradient_bytes` are those of a parameter's gradient where the framework allocates it once and keeps it, perhaps
-    in another dtype, else None. `held_bytes` is the model's output, which the training loop holds through the
-    backward. `loss_bytes` are those that the framework's loss needs above pipefit's, in the forward and in the
-    backward. `boundary_bytes` are those of a tensor between stages in a framework that neither receives ahead nor
-    holds what it sent, `constant_bytes` those of buffers that it never frees. `largest_parameter` has the elements
-    of a rank's largest parameter under DeepSpeed, whose flat buffers count for used memory. The measured time is of
-    one in `steps_per_time` parts of a step.
+    in another dtype, else None; `plan` has two microbatches then. `held_bytes` is the model's output, which the
+    training loop holds through the backward. `loss_bytes` are those that the framework's loss needs above pipefit's,
+    in the forward and in the backward. `boundary_bytes` are those of a tensor between stages in a framework that
+    neither receives ahead nor holds what it sent, `constant_bytes` those of buffers that it never frees.
+    `largest_parameter` has the elements of a rank's largest parameter under DeepSpeed, whose flat buffers count for
+    used memory. `copies_on_streams` is true of torchgpipe, whose copies between stages fill segments of other
+    streams. The measured time is of one in `steps_per_time` parts of a step.
     """
 
     task: Task
@@ -55,6 +57,7 @@ class Setup:
     boundary_bytes: int | None = None
     constant_bytes: int = 0
     largest_parameter: int | None = None
+    copies_on_streams: bool = False
     steps_per_time: int = 1
 
 
@@ -74,6 +77,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     if pp * dp * tp * _buckets(row, pp, dp) > MOST_PIECES:
         raise Inexpressible("too many gathers and reductions to simulate in seconds")
     task, found = profiled(subject, optimizer, precision, micro, dp, tp, along=along)
+    timed = subject_of(row, optimizer, divided=tp > 1)
+    clocked = profiled(timed, optimizer, precision, micro, dp, tp, along=along)[1]
     cluster = cluster_of(row, pp * dp * tp)
     if "tf32" in row.precision.lower():
         cluster = with_tf32(cluster)
@@ -84,7 +89,7 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     edges = edges_of(row, found, shape, pp)
     schedule = SCHEDULES[row.schedule.lower()]
 
-    def plan_of(count: int, *, along: bool = False) -> Plan:
+    def plan_of(count: int, of: ModelProfile, *, along: bool = False) -> Plan:
         stages = tuple(
             Stage(start=a, stop=b, grid=_grid(row, number, *degrees, along=along))
             for number, (a, b) in enumerate(pairwise(edges))
@@ -93,22 +98,23 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
             batch_size=micro * dp * count, microbatches=count, precision=precision, schedule=schedule
         )
         decisions = decisions_of(row, found, stages, count)
-        return Plan(profile=found, cluster=cluster, training=training, stages=stages, decisions=decisions)
+        return Plan(profile=of, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
     fewest, repeated = MOST_REPEATED * pp, schedule == "1f1b"
     least = min(count, fewest) if repeated else count
-    plan = plan_of(least, along=along)
     kept = bool(
         re.search(r"torch 1\.\d+(?![\d.]* or )", row.version)
     )  # `zero_grad` of torch 1 fills gradients with zeros
     wide = precision.startswith("master") and "float32" in row.precision and "2 + 4" in row.state_bytes
     wide = wide or bool(re.search(r"float32 (main gradients|gradient)", row.precision))
+    # gradients that exist before the first forward are those that a microbatch before has left
+    plan = plan_of(max(least, 2 if (kept or wide) and pp == 1 else 1), found, along=along)
     both = wide and _deepspeed(row)  # its BF16_Optimizer keeps gradients of the parameters' dtype too
     return Setup(
         task=task,
         plan=plan,
-        timed=plan_of(least),
-        longer=plan_of(min(count, fewest + pp)) if repeated and count > fewest else None,
+        timed=plan_of(least, clocked),
+        longer=plan_of(min(count, fewest + pp), clocked) if repeated and count > fewest else None,
         microbatches=count,
         rank=rank_of(row, plan),
         gradient_bytes=6 if both else 4 if wide else (2 if "master" in precision else 4) if kept else None,
@@ -118,6 +124,7 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         boundary_bytes=boundary_bytes(row, shape, micro, along=along),
         constant_bytes=constant_bytes(row, shape, micro),
         largest_parameter=shape.vocab * shape.hidden // tp if shape and _deepspeed(row) else None,
+        copies_on_streams=row.framework.startswith("torchgpipe"),
         steps_per_time=count if "micro-batches" in row.time_kind else 1,
     )
 
@@ -139,7 +146,8 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
     torch's makes two copies of the logits in the forward and three until the backward ends. Megatron's softmax is
     float32, changed in place, and copied once more where ranks divide it. DeepSpeed's pipeline holds outputs of its
     last stage, in float32, until their buffer, one of two, is used again. nanotron copies float32 logits once, and
-    works in place. llm-foundry's loss is one kernel, which keeps the logits and makes their gradient.
+    works in place. llm-foundry's loss is one kernel, which keeps the logits and makes their gradient, and so is
+    torchtune's loss in chunks, which compiles the conversion of every chunk.
     """
     if shape is None:
         return 0, 0
@@ -150,7 +158,8 @@ def loss_bytes(row: Row, shape: Shape | None, micro: int) -> tuple[int, int]:
         return 5 * copy, copy * (2 + ((row.tp or 1) > 1))
     if framework.startswith("megatron-lm"):
         return copy, copy * ((row.tp or 1) > 1)
-    return (-copy, -copy) if framework.startswith("llm-foundry") else (0, 0)
+    fused = framework.startswith("llm-foundry") or "loss in chunks" in row.class_reason
+    return (-copy, -copy) if fused else (0, 0)
 
 
 def boundary_bytes(row: Row, shape: Shape | None, micro: int, *, along: bool) -> int | None:

@@ -31,8 +31,10 @@ class Subject:
     shape: Shape | None = None
 
 
-def subject_of(row: Row, optimizer: Callable[..., torch.optim.Optimizer]) -> Subject:
-    """Return the subject of a row.
+def subject_of(
+    row: Row, optimizer: Callable[..., torch.optim.Optimizer], *, divided: bool = False
+) -> Subject:
+    """Return the subject of a row, or one whose seconds are those of ranks that divide dropout.
 
     Raises:
         Inexpressible: a model that is not built here, or one whose sizes are not said.
@@ -44,6 +46,7 @@ def subject_of(row: Row, optimizer: Callable[..., torch.optim.Optimizer]) -> Sub
         return _torchgpipe(row, optimizer)
     if row.family == "llm" or row.layers.isdigit():
         shape, style, by = shape_of(row), style_of(row), adapters_of(row)
+        style = replace(style, draws=not (divided and style.dropout))
         return Subject((shape, style, by), partial(decoder_task, shape, style, by, optimizer), shape)
     if row.layers:
         return Subject(*encoder_decoder.task_of(row, optimizer))
@@ -86,7 +89,9 @@ def _torchgpipe(row: Row, optimizer: Callable[..., torch.optim.Optimizer]) -> Su
     layers, filters = numbers[-2:]
 
     def make() -> Task:
-        return replace(build("amoebanet", layers=layers, filters=filters), optimizer=optimizer)
+        return replace(
+            build("amoebanet", layers=layers, filters=filters, pooling="average"), optimizer=optimizer
+        )
 
     return Subject(("amoebanet", layers, filters), make)
 

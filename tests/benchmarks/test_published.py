@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit import simulate
+from pipefit import Plan, Training, load_cluster, profile, simulate
+from pipefit.models import build
+from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.trace import CATEGORIES, Category
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
     "architectures", "calibration", "clusters", "convolutional", "encoder_decoder", "images", "models", "page",
-    "predictions", "report", "rows", "setups", "tasks", "zero_buffers",
+    "predictions", "report", "rows", "setups", "stream_pools", "tasks", "zero_buffers",
 )  # fmt: skip
 
 
@@ -216,3 +219,60 @@ def test_kendalls_tau_counts_pairs_of_one_job(published: Any) -> None:
     assert published.report.tau(records) == (pytest.approx(1 / 3), 3)
     twice = record(3.5, 3, plan="3")  # as the third, which is no comparison
     assert published.report.tau([*records, twice]) == (pytest.approx(1 / 5), 5)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("received", "returned", "microbatches", "expected"),
+    [
+        ((), (), 40, 0),
+        ((3 * MIB,), (), 32, 32 * 20 * MIB),  # a segment of 20 MiB on every stream
+        ((3 * MIB, 3 * MIB), (), 128, 32 * 40 * MIB),  # six of eight blocks in the first segment
+        (
+            (3 * MIB,),
+            (3 * MIB,),
+            32 * 6,
+            32 * 40 * MIB,
+        ),  # one gradient at a time, beside six received tensors
+        ((18 * MIB,), (), 3, 3 * 18 * MIB),  # large tensors have segments of their size
+        ((1000,), (1000,), 5, 5 * 2 * MIB),
+    ],
+)
+def test_copies_between_stages_fill_segments_of_their_streams(
+    published: Any, received: tuple[int, ...], returned: tuple[int, ...], microbatches: int, expected: int
+) -> None:
+    """Streams share no segments, and microbatches share 32 streams."""
+    assert published.stream_pools.reserved_bytes(received, returned, microbatches) == expected
+
+
+def test_skips_go_directly_to_the_stage_that_reads_them(published: Any) -> None:
+    """Four stages of a U-Net of depth 2: the inner ones receive one tensor, the last also both skips of the first."""
+    task = build("unet", depth=2, convolutions=2, width=8, image_size=16, num_classes=2)
+    found = profile(task, microbatch_size=1, target="cuda")
+    edges = {layer: number for number, layer in enumerate(found.layers)}
+    cuts = (0, edges["bottom_1"], edges["bottom_2"], edges["up2"], len(found.layers))
+    stages = tuple(
+        Stage(start=a, stop=b, grid=Grid(devices=(number,))) for number, (a, b) in enumerate(pairwise(cuts))
+    )
+    plan = Plan(
+        profile=found,
+        cluster=load_cluster("4x-v100-16gb"),
+        training=Training(batch_size=4, microbatches=4),
+        stages=stages,
+        decisions=(),
+    )
+    received, returned = published.stream_pools.copies(plan)
+    wide, inner = 4 * 8 * 16 * 16, 4 * 16 * 8 * 8  # of the skips, in bytes
+    inmost = [found.at(1).costs[cut].inputs[0].nbytes for cut in cuts[1:-1]]
+    assert {number: sorted(sizes) for number, sizes in received.items()} == {
+        1: [inmost[0]],
+        2: [inmost[1]],
+        3: sorted([inmost[2], wide, inner]),
+    }
+    assert {number: sorted(sizes) for number, sizes in returned.items()} == {
+        0: sorted([inmost[0], wide, inner]),
+        1: [inmost[1]],
+        2: [inmost[2]],
+    }
