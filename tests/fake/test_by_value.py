@@ -22,6 +22,7 @@ from pipefit.capture.model import chain
 from pipefit.capture.whole_modules import NumberReads
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake_cuda.target import FakeTarget
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.report.show import text
@@ -29,6 +30,9 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schema.json_io import load_cluster
 from pipefit.simulator import simulate
 from support.random_trainings import random_plan
+from support.selecting_layers import SELECTING, selecting
+from support.small_tasks import plan_of
+from support.step_peaks import step_peaks
 
 aten = torch.ops.aten
 SIZE, COUNT, STEPS = 4, 2, 3
@@ -81,6 +85,23 @@ class ByCount(Experts):
         counts = torch.bincount(numbers, minlength=len(self.experts)).tolist()
         parts = zip(self.experts, x[order].split(counts), strict=True)
         return torch.cat([expert(part) for expert, part in parts])[order.argsort()]
+
+
+@pytest.mark.filterwarnings("ignore:peaks do not include")
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("how", SELECTING)
+def test_selections_are_counted_with_everything_selected(how: str, recompute: Recompute) -> None:
+    """The dry run equals the allocator if everything is selected, and is never below if some is, inside of kernels
+    too.
+    """
+    for least in (-99.0, 0.0):
+        task = selecting(how, least)
+        made = plan_of(task, [2, 1], size=SIZE, microbatches=3, recompute=recompute)
+        peaks = step_peaks(task, made)
+        if least < 0:
+            assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+        pairs = zip(peaks.dry, peaks.allocated, strict=True)
+        assert all(one >= other for dry, taken in pairs for one, other in zip(dry, taken, strict=True))
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from io import StringIO
+from operator import ge
 from pathlib import Path
 from unittest import mock
 
@@ -36,6 +37,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
+from support.selecting_layers import selecting
 from support.sharded_stages import Degrees, divided, grid_plan, profiled
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
 from support.torch_engine_cases import divided_case, divided_task, engine_case, engine_task
@@ -117,6 +119,19 @@ def test_certified_peaks_of_random_plans(workers: Workers, seed: int) -> None:
     trace = pipefit.certify_pipeline(task, plan)
     for device, one in workers.train(plan, engine_task, seed).items():
         assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+
+
+@pytest.mark.filterwarnings("ignore:peaks do not include")
+@pytest.mark.parametrize("how", ["elements", "assigned"])
+def test_layers_that_select_by_values(workers: Workers, how: str) -> None:
+    """Certified peaks are the allocator's if everything is selected, and not below if some is."""
+    for least in (-99.0, 0.0):
+        task = selecting(how, least)
+        plan = plan_of(task, (2, 1), size=4, microbatches=3)
+        trace = pipefit.certify_pipeline(task, plan)
+        for device, one in workers.train(plan, selecting, how, least).items():
+            certified = [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)]
+            assert certified == one.peaks or (least == 0 and all(map(ge, certified, one.peaks)))
 
 
 def shared_out(

@@ -78,6 +78,7 @@ _IN_PLACE = {
     _aten.index_add.default: (_aten.index_add_.default, frozenset({"IndexSelect"})),
     _aten.index_fill.int_Tensor: (_aten.index_fill_.int_Tensor, frozenset({"Trace"})),
     _aten.index_put.default: (_aten.index_put_.default, frozenset({"Index"})),
+    _aten.masked_scatter.default: (_aten.masked_scatter_.default, frozenset({"MaskedSelect"})),
     _aten.mul.Tensor: (_aten.mul_.Tensor, _CROSS_ENTROPIES),
     _aten.put.default: (_aten.put_.default, frozenset({"Take"})),
     _aten.scatter.src: (_aten.scatter_.src, _PICKS),

@@ -63,13 +63,13 @@ class Cache:
         self._machine = json.dumps(asdict(machine))
 
     def get(self, operation: str) -> Kernel | None:
-        """Return the kernel of an operation; None if it is unknown, or not as it was written."""
+        """Return the kernel of an operation; None if it was not measured, or is not as it was written."""
         query = "SELECT kernel, digest FROM kernels WHERE machine = ? AND operation = ?"
         with suppress(sqlite3.Error, ValueError), closing(self._opened("ro")) as file:
             row = file.execute(query, (self._machine, operation)).fetchone()
             if row is not None and row[1] == self._digest(operation, row[0]):
                 kernel: Kernel = adapter(Kernel).validate_json(row[0], strict=True)
-                return kernel
+                return kernel if kernel.peak_bytes is not None else None
         return None
 
     def add(self, kernels: Iterable[Kernel]) -> None:
@@ -458,6 +458,9 @@ _RECURRENT = {
     aten.mkldnn_rnn_layer_backward.default: 2,
 }  # products with each weight
 _BY_VALUE = "it depends on the values of its arguments"
+_SELECTING = frozenset(
+    {aten.index.Tensor, aten.masked_select.default, aten.nonzero.default}
+)  # counted as if they selected everything
 _BAG_MODE, _MAXIMUM = 8, 2  # the backward of a maximum works on the bags that are not empty
 
 Taken = tuple[int, tuple[Layout | None, ...]]
@@ -483,14 +486,19 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
     """Return why the operation must not run on synthetic data; empty if it may."""
     if func.namespace not in _OWN:
         return "it does not belong to torch, so it is not run on synthetic data"
-    by_value = (
-        torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
-    )  # it runs with all masks
-    if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
+    by_value = torch.Tag.dynamic_output_shape in func.tags and func not in _SELECTING
+    counts_zeros = func is aten.nonzero.default and not _selects_all(args[0])
+    bags = func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM
+    if by_value or counts_zeros or bags:
         return _BY_VALUE
     if any(tensor.layout is not torch.strided for tensor in tensors(args)):
         return "only dense arguments can be synthesised"
     return ""
+
+
+def _selects_all(tensor: Tensor) -> bool:
+    """Return whether synthetic data like `tensor` have no zero if masks are true everywhere."""
+    return tensor.dtype in _MASKS or tensor.is_floating_point() or tensor.is_complex()
 
 
 def _too_much(nbytes: int, flops: int, threads: int) -> str:
@@ -510,11 +518,17 @@ def _run(func: Any, recipe: ArgumentRecipe, threads: int) -> Taken | str:
     """
     with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
         try:
-            result = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
+            peak, results = _once(func, recipe, mask=True)
         except Exception as error:  # noqa: BLE001 - whatever torch raises for synthetic data
             said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             return f"it cannot run on synthetic data ({said})"
-        return result.pop() if len(result) == 1 else _BY_VALUE
+        unselected = [(peak, results)]
+        if recipe.has_masks:
+            with suppress(Exception):  # the other arguments may be those of a mask that selects everything
+                unselected = [_once(func, recipe, mask=False)]
+        if unselected[0][0] > peak:
+            return _BY_VALUE
+        return peak, results if unselected[0][1] == results else ()
 
 
 def _once(func: Any, recipe: ArgumentRecipe, mask: bool) -> Taken:
@@ -666,7 +680,8 @@ class Kernels:
         kernel = self._met.get(operation) or self._given.get(operation) or self._cache.get(operation)
         if kernel is None:
             kernel = measured(operation, func, args, kwargs, out, threads=self.threads)
-            self._new[operation] = kernel
+            if kernel.peak_bytes is not None:
+                self._new[operation] = kernel
         self._met[operation] = kernel
         return kernel
 
