@@ -9,6 +9,7 @@ import pytest
 from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member, MemberKind, Overheads
+from pipefit.schema.json_io import load_cluster
 from pipefit.units import MIB
 from support.pipelines import KIND, make_cluster
 
@@ -235,3 +236,19 @@ def test_a_tier_is_that_of_the_devices_own_host() -> None:
     assert cluster.tier(0, Member.device(1))[:2] == (5, 2.0)
     with pytest.raises(UsageError, match="host0 and disk0 are not connected"):
         cluster.tier(0, disk)
+
+
+@pytest.mark.parametrize("name", ["emulated:4x256MiB", "4x-titan-rtx", "dgx1-v100"])
+def test_copies_of_a_device_are_connected_as_it_is(name: str) -> None:
+    """A copy has the device's own routes to its host and to the other devices, and a route to each other copy."""
+    cluster = load_cluster(name)
+    more, first = cluster.with_copies(0, 2), len(cluster.devices)
+    others = [Member.host(cluster.devices[0].host), *map(Member.device, range(1, first))]
+    for number in (first, first + 1):
+        for other in others:
+            copied, own = (more.route(Member.device(one), other) for one in (number, 0))
+            assert (copied.bytes_per_second, copied.latency_seconds) == (
+                own.bytes_per_second,
+                own.latency_seconds,
+            )
+    more.route(Member.device(first), Member.device(first + 1))

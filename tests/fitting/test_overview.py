@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from inspect import isfunction, signature
+from typing import Any
 
 import pytest
 import torch
@@ -353,6 +354,24 @@ def test_a_proof_does_not_count_workspace_that_larger_microbatches_may_not_need(
     assert not attempts.impossible(lambda _: inside, small)
     tensors = replace(inside, measurements=(replace(measured, kinds=tuple(outside)),))
     assert "needs at least" in attempts.impossible(lambda _: tensors, small)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sequences"),
+    [
+        ("gpt", {"layers": 1, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 5000}, True),
+        ("mlp", {"widths": (64, 256, 64, 1000)}, False),
+    ],
+)
+def test_a_proof_holds_for_layers_that_ranks_divide(
+    name: str, settings: dict[str, Any], sequences: bool
+) -> None:
+    """No rank of a measured layer, or of the loss, needs less than a proof says of its part of the whole one."""
+    found = profile(build(name, **settings), microbatch_size=1, tensor=(2, 4), sequences=sequences)
+    whole, *divided = ((*one.costs, one.loss) for one in found.measurements)
+    for measurement, costs in zip(found.measurements[1:], divided, strict=True):
+        for one, other in zip(whole, costs, strict=True):
+            assert one.least_divided_bytes // measurement.tensor <= other.least_tensor_bytes
 
 
 def test_layers_are_divided_between_ranks_if_nothing_fits_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from random import Random
 import pytest
 
 from pipefit.errors import InfeasibleError, UsageError
+from pipefit.largest.task_plans import plan as plan_task
+from pipefit.models import build
 from pipefit.planner import PlanOptions, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.schema.cluster import Cluster
@@ -248,6 +250,16 @@ def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
     each = int(re.search(r"each \((\d+) bytes\)", text)[1])
     plan(chain, cluster(each), how)
     refusal(chain, cluster(each - 1), how)
+
+
+@pytest.mark.parametrize("tensor", [2, 3])
+def test_more_devices_are_considered_for_requested_ranks(tensor: int) -> None:
+    """With a number of tensor-parallel ranks too, a refusal names the fullest device and the memory that would fit."""
+    task = build("mlp", widths=(16, 48, 16))
+    with pytest.raises(
+        InfeasibleError, match=r"device \d needs .*What would fit: .*the same devices with at most"
+    ):
+        plan_task(task, Cluster.emulated((4, 2048)), batch_size=8, tensor=tensor)
 
 
 def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:

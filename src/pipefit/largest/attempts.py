@@ -239,8 +239,8 @@ def impossible(
     """Return the proof that no plan fits, with any division, offloading or recomputation; empty without one.
 
     Parameters and optimizer state must be in some memory between steps. With m replicas of n tensor-parallel
-    ranks, a device that computes a layer has an m-th of the `size` samples of a microbatch and an n-th of the
-    layer's bytes. A cluster of d devices has n m <= d; the options may fix n and m.
+    ranks, a device that computes a layer has an m-th of the `size` samples of a microbatch, and the ranks together
+    have the layer's weights and outputs. A cluster of d devices has n m <= d; the options may fix n and m.
     """
     parameters, _, state = profiles(size).at(size).state_bytes
     room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
@@ -264,7 +264,8 @@ def impossible(
 def _too_large(profile: ModelProfile, budget: int, size: int, ranks: int) -> str:
     """Return the layer that needs more than a device has even divided between ranks; empty if none does."""
     measured, names = profile.at(size), [*(f"layer {name}" for name in profile.layers), "the loss"]
-    needs = (cost.least_tensor_bytes for cost in (*measured.costs, measured.loss))
+    costs = (*measured.costs, measured.loss)
+    needs = (cost.least_tensor_bytes if ranks == 1 else cost.least_divided_bytes for cost in costs)
     name, least = max(zip(names, needs, strict=True), key=lambda one: one[1])
     if least // ranks <= budget:
         return ""

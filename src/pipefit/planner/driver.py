@@ -258,10 +258,9 @@ def _enough_devices(question: Question, most: int, judge: Judge) -> int | None:
 
 
 def _with_devices(question: Question, count: int) -> Question:
-    cluster = question.cluster
-    largest = max(cluster.devices, key=lambda device: device.memory_bytes)
-    more = (largest,) * (count - len(cluster.devices))
-    return replace(question, cluster=replace(cluster, devices=cluster.devices + more))
+    cluster, present = question.cluster, range(len(question.cluster.devices))
+    largest = max(present, key=lambda number: cluster.devices[number].memory_bytes)
+    return replace(question, cluster=cluster.with_copies(largest, count - len(present)))
 
 
 def _more_memory(question: Question) -> str:

@@ -209,9 +209,9 @@ def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     memory.
     """
     count = len(cluster.devices)
-    largest = max(cluster.devices, key=lambda device: device.memory_bytes)
+    largest = max(range(count), key=lambda number: cluster.devices[number].memory_bytes)
     for times in (2, 4, _MOST_DEVICES):
-        more = replace(cluster, devices=cluster.devices + (largest,) * (count * (times - 1)))
+        more = cluster.with_copies(largest, count * (times - 1))
         what = f"{times * count} devices, all activations kept"
         if fitting := [remedy for remedy in _remedy(what, plan, more, planner="exact") if remedy.fits]:
             yield from fitting

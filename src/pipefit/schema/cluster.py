@@ -204,17 +204,25 @@ class Cluster:
     def _with_cards(self, count: int) -> Cluster:
         """Return a box with `count` copies of the one device, each with copies of its links."""
         whole("the number of cards in one box", count, 1, _MOST_CARDS)
-        card = Member.device(0)
+        return replace(self.with_copies(0, count - 1), name=self.name.replace("1", str(count), 1))
 
-        def of(number: int, link: Link) -> Link:
-            members = tuple(Member.device(number) if member == card else member for member in link.members)
-            return replace(link, members=members)
+    def with_copies(self, number: int, count: int) -> Cluster:
+        """Return the cluster with `count` copies of a device, on the same host.
 
-        links = (
-            (of(n, link) for n in range(count)) if card in link.members else (link,) for link in self.links
-        )
-        name = self.name.replace("1", str(count), 1)
-        return replace(self, name=name, devices=self.devices * count, links=tuple(chain.from_iterable(links)))
+        They join the links of more than two members that the device has, and get copies of its other links.
+        """
+        device, first = Member.device(number), len(self.devices)
+        copies = tuple(map(Member.device, range(first, first + count)))
+
+        def joined(link: Link) -> Iterator[Link]:
+            is_shared = device in link.members and len(link.members) > 2
+            yield replace(link, members=(*link.members, *copies)) if is_shared else link
+            for copy in copies if device in link.members and not is_shared else ():
+                ends = (copy if member == device else member for member in link.members)
+                yield replace(link, members=tuple(ends))
+
+        links = tuple(chain.from_iterable(map(joined, self.links)))
+        return replace(self, devices=self.devices + (self.devices[number],) * count, links=links)
 
     def machines(self, count: int, bytes_per_second: float) -> Cluster:
         """Return a cluster of `count` such machines, joined by a network.

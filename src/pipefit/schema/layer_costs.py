@@ -651,8 +651,23 @@ class LayerCost:
         """
         return self._least_bytes(workspace=False)
 
+    @property
+    def least_divided_bytes(self) -> int:
+        """A bound for tensor-parallel ranks together: weights, and the outputs or saved tensors that it makes.
+
+        Other tensors may be smaller if the layer is divided, such as those of a cross entropy.
+        """
+        made, saved = (
+            sum(self.storages[index] for index in {one.index for one in origins if one.kind == "own"})
+            for origins in (self.output_origins, self.saved_storages)
+        )
+        return self._weight_bytes + max(made, saved)
+
+    @property
+    def _weight_bytes(self) -> int:
+        return sum(parameter.copy_bytes or parameter.nbytes for parameter in self.parameters)
+
     def _least_bytes(self, *, workspace: bool) -> int:
-        weights = sum(parameter.copy_bytes or parameter.nbytes for parameter in self.parameters)
         saved = sum(self.storages[origin.index] for origin in self.saved_storages if origin.kind == "own")
         forwards = [self.forward_peak_bytes, self.checkpoint_peak_bytes]
         backwards = [
@@ -663,7 +678,7 @@ class LayerCost:
             forwards[0] -= self.forward_workspace_bytes
             forwards[1] -= self.checkpoint_workspace_bytes
         made = min(max(peaks, default=0) for peaks in backwards)
-        return weights + max(min(forwards), saved + made)
+        return self._weight_bytes + max(min(forwards), saved + made)
 
     @property
     def lasting_storages(self) -> tuple[Origin, ...]:
