@@ -154,7 +154,7 @@ def test_bounds_of_memory_keep_every_common_plan_that_fits(seed: int) -> None:
     question, seen = Question(profile=profile, cluster=ample, training=how), set[str]()
     for split, recompute, moves, decisions in common_plans(question):
         try:
-            peaks = Simulations(question).of(split, decisions).peak_bytes
+            peaks = Simulations(question).of(split, decisions).peaks
         except UsageError:
             continue
         tight = replace(question, cluster=devices(*[max(peaks)] * number))

@@ -13,6 +13,7 @@ from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed_degrees as searching
 from pipefit.planner.common_plans import CommonSearch
 from pipefit.planner.driver import plan_of
+from pipefit.planner.evaluation import Simulated
 from pipefit.planner.mixed_degrees import mixed, otherwise
 from pipefit.planner.neighbours import Mixed
 from pipefit.planner.problem import Split
@@ -146,9 +147,8 @@ def test_another_schedule_is_taken_where_it_is_faster_and_fits() -> None:
     def known(on: Cluster, schedule: str, which: Split = split) -> Mixed:
         own = replace(how, schedule=schedule)
         question = Question(profile=profile, cluster=on, training=own)
-        return Mixed(
-            question, which, assembled(written(profile, on, own, which.edges, [1] * (len(which.edges) - 1)))
-        )
+        plan = written(profile, on, own, which.edges, [1] * (len(which.edges) - 1))
+        return Mixed(question, which, Simulated(which, assembled(plan), own.microbatches))
 
     first, eager = (known(loose, schedule) for schedule in ways)
     slow = tuple(replace(one, bytes_per_second=0.5) for one in loose.links)

@@ -12,6 +12,7 @@ import pytest
 
 from pipefit.planner import PlanOptions, Question
 from pipefit.planner.driver import plan_of
+from pipefit.planner.evaluation import Simulated
 from pipefit.planner.mixed_degrees import mixed
 from pipefit.planner.neighbours import Simulations
 from pipefit.planner.problem import Split
@@ -19,7 +20,6 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
-from pipefit.simulator.assembled import Assembled
 from support.microbatch_size_profiles import sized, written
 from support.synthetic_models import AMPLE, devices, plain, skewed
 
@@ -176,7 +176,7 @@ def test_no_step_is_shorter_than_its_lower_bound(seed: int) -> None:
         edges = (0, *(stage.stop for stage in made.stages))
         split = Split(edges, tuple(grid.devices[0] for grid in grids), tuple(grids))
         simulations = Simulations(asked)
-        assert simulations.least(split) <= simulations.of(split).step_seconds[-1] * (1 + 1e-9)
+        assert simulations.least(split) <= simulations.of(split).seconds * (1 + 1e-9)
 
 
 def test_less_effort_simulates_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_less_effort_simulates_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> 
     for effort in (1.0, 1e-3):
         made = list[Split]()
 
-        def counted(one: Simulations, split: Split, *args: object, made: list[Split] = made) -> Assembled:
+        def counted(one: Simulations, split: Split, *args: object, made: list[Split] = made) -> Simulated:
             made.append(split)
             return of(one, split, *args)  # type: ignore[arg-type]
 

@@ -271,9 +271,9 @@ class _Look:
             is_bound = not common_plan.moves and need > budget
             if not is_bound:
                 with suppress(UsageError):
-                    assembled = simulations.of(common_plan.split, common_plan.decisions)
-                    need = max(assembled.peak_bytes)
-                    rate = question.training.batch_size / assembled.seconds if assembled.fits else None
+                    simulated = simulations.of(common_plan.split, common_plan.decisions)
+                    need = max(simulated.peaks)
+                    rate = question.training.batch_size / simulated.seconds if simulated.fits else None
             fits = fits or rate is not None
             yield Replicated(
                 way=common_plan.way,

@@ -332,7 +332,7 @@ class Trials:
         for size in sorted(ranks, key=ranks.__getitem__):
             for degree in self.degrees(size):
                 for stages in sorted(self.space.stages, reverse=True):
-                    for schedule in self.space.schedules:
+                    for schedule in self.space.schedules if stages > 1 else self.space.schedules[:1]:
                         arrangement = Arrangement(schedule, stages, size, degree)
                         if arrangement != self._widest(size) and self._is_possible(arrangement):
                             yield arrangement
@@ -433,13 +433,21 @@ class Trials:
 
     @property
     def _best_mixed(self) -> Mixed | None:
-        """The fastest plan of any degrees, or a hardly slower one that leaves every GPU room."""
-        fastest = min(self.mixed, key=lambda one: one.seconds, default=None)
-        if fastest is None or not leaves_no_room(fastest.question, fastest.peaks):
-            return fastest
-        others = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
-        roomy = (other for other in others if not leaves_no_room(other.question, other.peaks))
-        return min(roomy, key=lambda one: one.seconds, default=fastest)
+        """The fastest plan of any degrees, or a hardly slower one that leaves every GPU room.
+
+        All of its microbatches are simulated.
+        """
+        every = [*self.mixed]
+        while every:
+            fastest = min(every, key=lambda one: one.seconds)
+            near = (one for one in every if one.seconds <= fastest.seconds * (1 + _ROOM))
+            roomy = (one for one in near if not leaves_no_room(one.question, one.peaks))
+            best = min(roomy, key=lambda one: one.seconds, default=fastest)
+            if best.simulation.is_whole:
+                return best
+            every.remove(best)
+            every += [whole] if (whole := best.whole()).simulation.fits else []
+        return None
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:
         """Return the part of a trial's seconds below which another plan is preferred."""
@@ -479,7 +487,7 @@ class Trials:
             if best is not None and self._spent > _SEARCHING * self.space.question.options.effort:
                 self._tried_shortly += 1
                 continue
-            longer = trial.longer(best.seconds if best is not None and best.fits else math.inf)
+            longer = trial.longer(self._fastest)
             self._known[trial.arrangement] = longer
             self._spent += longer.work - trial.work
             best = longer if best is None else min(best, longer, key=lambda one: one.order)

@@ -1,7 +1,7 @@
 """Candidates (a split with a choice for each stage) and their cached evaluation by the simulator.
 
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share
-the programs of equal stages (`simulator.assembled`). A long step under 1F1B is simulated with 2P + 2
+the programs of equal stages (`simulator.assembled`). A long step under 1F1B is simulated with 3P + 2
 microbatches; each further one adds the time between two backwards of the last stage. Under PipeDream 5P are
 simulated from an empty pipeline, or more until their times repeat. `Evaluator.whole` simulates a long run of
 all microbatches.
@@ -49,24 +49,29 @@ class Candidate(NamedTuple):
     choices: tuple[StageChoice, ...]
 
 
-class Evaluation:
-    """Simulation of a candidate whose step has `microbatches`, perhaps simulated with another number.
+class Simulated:
+    """Simulation of a split whose step has `microbatches`, perhaps simulated with fewer of them.
 
     With `quick`, its seconds are those of the last simulated step, which may differ from those of a long run.
     """
 
     def __init__(
-        self, candidate: Candidate, simulation: Assembled, microbatches: int, *, quick: bool = False
+        self, split: Split, simulation: Assembled, microbatches: int, *, quick: bool = False
     ) -> None:
-        self.candidate, self.simulation, self._microbatches = candidate, simulation, microbatches
+        self.split, self.simulation, self._microbatches = split, simulation, microbatches
         self._quick = quick
         self._left_out = microbatches - simulation.plan.training.microbatches
         self._cluster = simulation.plan.cluster
 
+    @property
+    def is_whole(self) -> bool:
+        """True if all microbatches of a step are simulated."""
+        return not self._left_out
+
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """Peak bytes of every device."""
-        last = self.candidate.split.grid(len(self.candidate.choices) - 1).devices
+        last = self.split.grid(len(self.split.devices) - 1).devices
         losses = self.simulation.plan.measurement.loss_bytes * self._left_out
         return tuple(
             peak + losses * (device in last) for device, peak in enumerate(self.simulation.peak_bytes)
@@ -75,8 +80,8 @@ class Evaluation:
     @cached_property
     def over(self) -> tuple[int, ...]:
         """Bytes by which every stage's fullest device is above its budget; negative if the device has room."""
-        budgets, split = self._cluster.budgets, self.candidate.split
-        grids = map(split.grid, range(len(split.devices)))
+        budgets = self._cluster.budgets
+        grids = map(self.split.grid, range(len(self.split.devices)))
         return tuple(max(self.peaks[device] - budgets[device] for device in grid.devices) for grid in grids)
 
     @cached_property
@@ -117,10 +122,25 @@ class Evaluation:
 
     @property
     def _period(self) -> float:
-        """Seconds from one microbatch to the next of a synchronous step, by its last stage's last backwards."""
-        *_, last = devices = self.candidate.split.devices
+        """Seconds from one microbatch to the next of a synchronous step, by its last stage's backwards.
+
+        By the last ones, or under eager 1F1B, whose last backwards follow each other sooner, by those in the middle.
+        """
+        *_, last = devices = self.split.devices
         ends = sorted(end for _, end in self.simulation.backwards_run(last).values())
+        if self.simulation.plan.training.schedule == "eager-1f1b":
+            ends = ends[: -2 * len(devices)]
         return (ends[-1] - ends[-1 - len(devices)]) / len(devices)
+
+
+class Evaluation(Simulated):
+    """Simulation of a candidate."""
+
+    def __init__(
+        self, candidate: Candidate, simulation: Assembled, microbatches: int, *, quick: bool = False
+    ) -> None:
+        super().__init__(candidate.split, simulation, microbatches, quick=quick)
+        self.candidate = candidate
 
     @property
     def lends(self) -> bool:
@@ -140,7 +160,7 @@ class Evaluator:
         self.question = self._asked = question
         self._every: dict[Degree, Menus] = {}  # menus with all techniques, shared with restricted evaluators
         self._menus: dict[Degree, Menus] = {}
-        self._short = replace(question, training=_shortened(question, pinned=self.pinned))
+        self._short = replace(question, training=shortened(question, question.stages))
         steps = 1 if self._is_short and question.training.endless else None
         self._parts = Parts(_costs(self._short), steps)
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
@@ -304,7 +324,8 @@ class Evaluator:
             if below < inf and result.takes(below):
                 self._too_slow[candidate] = below
                 return
-            _ = result.over_bytes, result.seconds
+            if result.fits:
+                _ = result.seconds
             self.known[candidate] = self._simulated[candidate] = result
         except UsageError as error:
             self._refusal = error
@@ -336,17 +357,18 @@ class Budget:
         return True
 
 
-def _shortened(question: Question, *, pinned: bool) -> Training:
-    """Return the training with the number of microbatches that is simulated.
+def shortened(question: Question, stages: int) -> Training:
+    """Return the training with the number of microbatches that is simulated for plans of so many stages.
 
-    2P + 2 under 1F1B and 5P under PipeDream; the training itself if that saves little under 1F1B, under other
-    schedules, and if the question fixes the recomputation, which may depend on the number of microbatches.
-    GPipe holds more memory for more microbatches, and under eager 1F1B the last backwards are closer together
-    than those before.
+    3P + 2 under 1F1B, 6P + 2 under eager 1F1B and 5P under PipeDream; the training itself if that saves little under
+    synchronous schedules, under other schedules, and if the question fixes the recomputation, which may depend on the
+    number of microbatches. GPipe holds more memory for more microbatches.
     """
-    how, stages = question.training, question.stages
-    few = {"1f1b": 2 * stages + 2, "pipedream": 5 * stages}.get(how.schedule, how.microbatches)
+    how = question.training
+    few = {"1f1b": 3 * stages + 2, "eager-1f1b": 6 * stages + 2, "pipedream": 5 * stages}.get(
+        how.schedule, how.microbatches
+    )
     saves = how.endless or (how.microbatches > few and stages * how.microbatches > _SHORT)
-    if pinned or not saves:
+    if question.options.recompute != "never" or not saves:
         return how
     return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

@@ -127,9 +127,14 @@ class Filler:
             result = self.evaluator.evaluate(Candidate(split, choices))
             if result is None:
                 break
-            if best is None or result.order < best.order:
+            if (
+                best is None
+                or result.over_bytes < best.over_bytes
+                or (result.fits and result.order < best.order)
+            ):
                 best = result
-            if result.seconds > limit or not self._corrected(needs, result, choices):
+            seconds = result.seconds if result.fits else self.fewest_seconds(split, choices)
+            if seconds > limit or not self._corrected(needs, result, choices):
                 break
         return best
 

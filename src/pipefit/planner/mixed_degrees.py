@@ -52,6 +52,11 @@ class _Filled:
             self._fillers[stages, means] = filler
         return self._fillers[stages, means]
 
+    @property
+    def work(self) -> int:
+        """Work of all fillers, in new actions."""
+        return sum(filler.evaluator.work for filler in self._fillers.values())
+
     def of(self, split: Split, means: Means | None = None) -> Evaluation | None:
         """Return the fastest filled plan of a split that fits, by default with all techniques; None if none fits."""
         filler = self.filler(split, means or self._question.means)
@@ -87,11 +92,9 @@ class _Filled:
         return start
 
     def made(self, evaluation: Evaluation) -> Mixed:
-        """Return the plan of an evaluation, with all microbatches simulated."""
-        split = evaluation.candidate.split
-        evaluator = self.filler(split, self._question.means).evaluator
-        whole, decisions = evaluator.whole(evaluation.candidate), evaluator.decisions(evaluation.candidate)
-        return Mixed(self._question, split, whole.simulation, decisions)
+        """Return the plan of an evaluation."""
+        evaluator = self.filler(evaluation.split, self._question.means).evaluator
+        return Mixed(self._question, evaluation.split, evaluation, evaluator.decisions(evaluation.candidate))
 
 
 def _fastest(*some: Evaluation | None) -> Evaluation | None:
@@ -103,12 +106,12 @@ def refined(best: Mixed) -> Mixed:
 
     The plan itself if one simulation takes as long as the whole search may.
     """
-    if best.simulation.actions > _IMPROVING * min(2, len(best.split.devices)):
+    if best.simulation.simulation.actions > _IMPROVING * min(2, len(best.split.devices)):
         return best
     plans = _Filled(best.question)
     found = plans.improved(best.split)
     made = best if found is None else plans.made(found)
-    return made if made.simulation.fits and made.seconds < best.seconds else best
+    return made if made.seconds < best.seconds else best
 
 
 # ---- Search
@@ -194,7 +197,7 @@ def _simulated(
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
     until, plans = simulations.work + simulations.share_of(_MIXED_WORK), _Filled(simulations.question)
     for result in estimated:
-        ended = simulations.work > until
+        ended = simulations.work + plans.work > until
         ended = ended or _is_enough(simulations, best, at_most)
         if best is not None and (ended or result.value > best.seconds * (1 + _CLOSE)):
             break
@@ -208,8 +211,8 @@ def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed:
     """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs."""
     question, split, decisions = simulations.question, hybrid.split, repeated(simulations.question, hybrid)
     filled = plans.of(split) if decisions else None
-    if filled is not None and (made := plans.made(filled)).simulation.fits:
-        return made
+    if filled is not None:
+        return plans.made(filled)
     return Mixed(question, split, simulations.of(split, decisions), decisions)
 
 

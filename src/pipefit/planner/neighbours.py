@@ -28,6 +28,7 @@ from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.baselines.simple import parameters, time, uniform
 from pipefit.planner.driver import plan_of
+from pipefit.planner.evaluation import Simulated, shortened
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
 from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
@@ -36,7 +37,9 @@ from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.plan import Objective
+from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
+from pipefit.simulator.assembled import assembled
 from pipefit.timing import Group, layer_seconds
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
@@ -47,7 +50,7 @@ class Mixed(NamedTuple):
 
     question: Question
     split: Split
-    simulation: Assembled
+    simulation: Simulated
     decisions: tuple[Decision, ...] = ()
     estimated: float = float("inf")  # seconds of the question's plan with the fewest estimated seconds
 
@@ -59,7 +62,7 @@ class Mixed(NamedTuple):
     @property
     def peaks(self) -> tuple[int, ...]:
         """Peak bytes of every device."""
-        return self.simulation.peak_bytes
+        return self.simulation.peaks
 
     @property
     def is_whole(self) -> bool:
@@ -77,8 +80,16 @@ class Mixed(NamedTuple):
             proven=False,
             decisions=decisions,
             remarks=remarks,
-            simulation=self.simulation,
+            simulation=self.simulation.simulation,
         )
+
+    def whole(self) -> Mixed:
+        """Return the plan with all microbatches of a step simulated."""
+        if self.simulation.is_whole:
+            return self
+        assembled_whole = assembled(plan_of(self.question, self.split, decisions=self.decisions or None))
+        microbatches = self.question.training.microbatches
+        return self._replace(simulation=Simulated(self.split, assembled_whole, microbatches))
 
 
 _KNOWN = 16  # number of known actions of devices that take as long as a new one
@@ -88,7 +99,7 @@ class Simulations:
     """Simulator of a question's splits; `work` is the work so far, in new actions.
 
     Compared plans differ in a stage or two, so the programs of their other devices are shared
-    (`simulator.assembled`).
+    (`simulator.assembled`). Long steps are simulated with fewer microbatches (`planner.evaluation`).
 
     Cost: some ten microseconds for each new action of a device, and half a microsecond for each other action.
     """
@@ -96,6 +107,7 @@ class Simulations:
     def __init__(self, question: Question) -> None:
         self.question, self.work = question, 0
         self._tables: dict[Degree, DegreeTables] = {}
+        self._parts_of: dict[Training, Parts] = {}
 
     def share_of(self, work: int) -> int:
         """Return the part of a budget of work that the question's effort allows."""
@@ -113,20 +125,22 @@ class Simulations:
         fits = result.seconds < below and result.fits
         return Mixed(self.question, split, result, decisions) if fits else None
 
-    def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Assembled:
+    def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Simulated:
         """Return the simulation of a split with these decisions, or with those that the question requests.
 
         Raises:
             UsageError: the plan cannot be carried out, for instance if replicas cannot divide what they
                 exchange.
         """
-        before = self._parts.actions
+        question = replace(self.question, training=shortened(self.question, len(split.devices)))
+        parts = self._parts(question)
+        before = parts.actions
         try:
-            result = Assembled(plan_of(self.question, split, decisions=decisions or None), self._parts)
+            result = Assembled(plan_of(question, split, decisions=decisions or None), parts)
         finally:
-            self.work += self._parts.actions - before
+            self.work += parts.actions - before
         self.work += result.actions // _KNOWN
-        return result
+        return Simulated(split, result, self.question.training.microbatches)
 
     def may_fit(
         self, split: Split, recompute: Recompute = "never", *, without_parameters: bool = False
@@ -213,10 +227,12 @@ class Simulations:
 
         return before
 
-    @cached_property
-    def _parts(self) -> Parts:
-        question = self.question
-        return Parts(Costs(question.measurement, question.training, question.profile.measurements))
+    def _parts(self, question: Question) -> Parts:
+        """Return the shared programs of stages in steps of a question's microbatches."""
+        how = question.training
+        if how not in self._parts_of:
+            self._parts_of[how] = Parts(Costs(question.measurement, how, question.profile.measurements))
+        return self._parts_of[how]
 
 
 # ---- Search
