@@ -41,8 +41,8 @@ class Style:
     operations) and `gated-fused` (one kernel that saves its inputs). `rotary` is the share of a head that is rotated;
     0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
     queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
-    scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores and logits, and norms after
-    attention and MLP. `normed`: a norm after the embedding. `draws`: whether dropout draws its mask, or stands for the
+    scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores, and norms after attention
+    and MLP. `normed`: a norm after the embedding. `draws`: whether dropout draws its mask, or stands for the
     time of ranks that draw their part alone, where pipefit's ranks draw the whole. `loss`: `float32` (a copy of the
     logits), `half`, or `pieces`.
     """
@@ -339,14 +339,14 @@ class Head(nn.Module):
     def __init__(self, shape: Shape, style: Style, by: Adapters | None) -> None:
         super().__init__()
         self.linear = projection(shape.hidden, (shape.vocab,), (bool(by and "h" in by.targets),), by, False)
-        self.pieces, self.capped = style.loss == "pieces", style.capped
+        self.pieces = style.loss == "pieces"
 
     def forward(self, hidden: Tensor) -> Any:
         """Map (batch, sequence, hidden) to logits, or to a tuple of their pieces along the sequence."""
         if not self.pieces:
             return self.linear(hidden)
         logits = (self.linear(piece) for piece in hidden.split(CHUNK, dim=1))
-        return tuple((capped(each, 30.0) if self.capped else each).float() for each in logits)
+        return tuple(each.float() for each in logits)  # LitGPT of August 2024 caps no pieces
 
 
 def decoder(shape: Shape, style: Style, by: Adapters | None) -> nn.Sequential:

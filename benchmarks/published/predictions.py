@@ -58,11 +58,14 @@ def memory(setup: Setup, *, reserved: bool) -> Memory:
         added += peak(setup, device) - own_peak
         in_reserve += found.reserved_bytes + _of_streams(setup, device) if found else 0
         outside += overheads.context_bytes + _communicators(setup, device) * overheads.communicator_bytes
+    flat = _flat(setup, devices[0])
+    used = (in_reserve if reserved else default) + added + outside + flat
+    fits = fits and (not flat or used <= plan.cluster.devices[devices[0].device].memory_bytes)
     return Memory(
         default_bytes=default,
         allocated_bytes=default + added,
         reserved_bytes=in_reserve + added if reserved else None,
-        used_bytes=(in_reserve if reserved else default) + added + outside + _flat(setup, devices[0]),
+        used_bytes=used,
         fits=fits,
     )
 
