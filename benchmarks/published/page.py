@@ -57,12 +57,13 @@ subtracts those in which the framework's public code differs from pipefit's trai
 - **flat buffers** of DeepSpeed's ZeRO 1, for used memory: gradients tested in float32 and normed in float64, a part of
   them flattened, parameters gathered. They live while no activation does, but need separate segments;
 - **gradients filled with zeros** between steps, as `zero_grad` did before torch 2, so they exist in the first forward;
-- **segments of other streams**, for reserved memory: torchgpipe copies every microbatch on a stream of its own.
+- **segments of other streams**, for reserved memory: torchgpipe copies every microbatch on another stream;
+- **the context**, for what fits on an RTX 3090 with CUDA 11.3: 1,486 MiB, as one of its users measured.
 
 Steps of a pipeline repeat themselves, so seconds of many microbatches follow from those of few. Seconds of
 sequence parallelism leave out pipefit's copies of gathered tensors: in Megatron and nanotron tokens are the first
 dimension, and what ranks gather is in place. They also leave out the whole masks of dropout that pipefit's ranks draw,
-so that a plan does not change the numbers: Megatron's ranks draw their own part.
+so that a plan does not change the numbers: Megatron's ranks draw only their part.
 """
 
 LEARNED = """## What each source taught
@@ -78,7 +79,7 @@ LEARNED = """## What each source taught
   a copy of all queries, keys and values, and keys and values are copied once more; so attention keeps five widths
   instead of three. Tokens are the first dimension, so a batch of more than one sample is copied before the output
   projection. Linear layers of sequence parallelism keep gathered inputs. Every replica owns a part of every
-  tensor. With these, its loss, and a rank's part between stages, 14 of 16 plans are within 0.4 %; they were up to
+  tensor. With these, its loss, and a rank's part between stages, 14 of 16 plans are within 0.6 %; they were up to
   8 % too low.
 - **Megatron-LM, local layers.** Within 1 % once its buffer for scores, cuBLAS's workspace and its masks are
   counted, and gradients of a microbatch before. Over four ranks 5 % too high: pipefit gathers attention's result
@@ -90,15 +91,16 @@ LEARNED = """## What each source taught
 - **DeepSpeed.** Used memory was 12 to 44 % too low. With its flat buffers and held logits it is within 8 % in the
   median. Rows of one stage and several replicas are still 18 to 34 % too low, and nothing in the public code
   explains it; with eight stages of one GPU each, fragmentation and flat buffers count twice. A step over two
-  tensor-parallel ranks of V100 takes longer than estimated, and larger microbatches are faster than estimated:
-  large products fill the last round of a GPU's multiprocessors better, which estimates ignore. Rows of bigscience
-  on more than 128 GPUs take minutes each and are left out of this page.
+  tensor-parallel ranks of V100 takes 22 % longer than estimated, without a known reason, and larger microbatches
+  are faster than estimated, perhaps since large products fill the last round of a GPU's multiprocessors better.
+  Both cost most of the pairs that are in the wrong order. Rows of bigscience on more than 128 GPUs take minutes
+  each and are left out of this page.
 - **torchtune.** Its loss in chunks converts no logits in memory, since every chunk is compiled; the row with it
   was 25 % too high.
 - **Collectives over several hosts.** They were up to eight times too slow: one ring left every host by one
   network port. NCCL has a ring and trees for every port.
 - **torchgpipe.** Reserved bytes, summed over devices, on torch 1.3. AmoebaNets are within 0.4 %, where they were
-  up to 11 % too low: copies between stages use 32 streams a device, each with segments of its own of at least 20
+  up to 11 % too low: copies between stages use 32 streams a device, each with separate segments of at least 20
   MiB, for received tensors and for gradients. Its 3 x 3 maximum pools are average pools. U-Nets are within 10 %:
   cuDNN's workspaces for kernels of up to 900 MiB are not known. Stages of the source count modules of flattened
   models, and are mapped to the nearest of pipefit's layers.
@@ -122,15 +124,16 @@ LEARNED = """## What each source taught
   stay until the backward. Its loss is a fused kernel on half-precision logits by default. Sequences of 512 to
   65,536 tokens tell products and attention apart: causal attention reaches about 90 TFLOP/s on A100 (Triton) and
   190 on H100, forward and backward.
-- **Depthwise and grouped convolutions, seconds.** Estimates of EfficientNet were 20 to 56 % too low: a depthwise
+- **Depthwise and grouped convolutions, seconds.** Estimates of EfficientNet were up to 56 % too low: a depthwise
   convolution was a product on tensor cores with conversions of its images. Kernels of torch and cuDNN load an
   element for every product and convert nothing. With that, EfficientNet and ConvNeXt are within 29 % on all GPUs,
-  half of them within 12 %. RegNet-Y with `channels_last` on an RTX 3090 still takes five times the estimate: for
-  wide groups of channels cuDNN has no kernel on tensor cores there, and its direct kernel takes 50 to 100 ms for
-  a layer.
+  half of them within 14 %. RegNet-Y with `channels_last` on an RTX 3090 still takes five times the estimate,
+  presumably in cuDNN's direct kernels: they took 50 to 100 ms for a layer with 64 channels a group in a profile
+  of pytorch/pytorch#34977.
 - **timm.** Vision transformers reach more of an RTX 3090's half-precision rate than the preset says. The caching
-  allocator's reserved bytes, not tensors alone, decide whether the next batch fits. On torch 1.12 `zero_grad`
-  kept the gradients, which decides for large transformers and VGG.
+  allocator's reserved bytes, not tensors alone, decide whether the next batch fits, and so does the CUDA context,
+  which held all kernels before CUDA 11.7. On torch 1.12 `zero_grad` kept the gradients, which decides for large
+  transformers and VGG.
 """
 
 

@@ -21,6 +21,9 @@ from pipefit.schema.training import Precision
 MOST_REPEATED = 3
 SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
 MOST_PIECES = 8192  # devices times buckets; a simulation takes half a minute
+# A process loads all kernels before CUDA 11.7: nvidia-smi's 1644 MiB of an RTX 3090 with 158 MiB of tensors
+# (pytorch/pytorch#49877)
+EAGER_CONTEXT = 1486 << 20
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 
 
@@ -84,6 +87,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         cluster = with_tf32(cluster)
     if said := re.search(r"context (\d+) MiB", row.trust):
         cluster = with_context(cluster, int(said[1]) << 20)
+    elif re.search(r"CUDA 11\.[0-6]", row.version):
+        cluster = with_context(cluster, EAGER_CONTEXT)
     if "--deterministic-mode" in row.remarks:  # needs CUBLAS_WORKSPACE_CONFIG=:4096:8
         cluster = with_workspaces(cluster, 32 << 20)
     edges = edges_of(row, found, shape, pp)

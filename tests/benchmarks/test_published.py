@@ -276,3 +276,43 @@ def test_skips_go_directly_to_the_stage_that_reads_them(published: Any) -> None:
         1: [inmost[1]],
         2: [inmost[2]],
     }
+
+
+def test_replicas_own_equal_parts_of_state(published: Any) -> None:
+    """The optimizer state of two replicas, whose layers pipefit deals, is divided evenly; the sum stays."""
+    task = build("gpt", layers=1, hidden=64, heads=2, sequence=32, vocabulary=512)
+    found = profile(task, microbatch_size=(4, 2), target="cuda")
+    plan = Plan(
+        profile=found,
+        cluster=load_cluster("2x-v100-16gb"),
+        training=Training(batch_size=4, microbatches=1),
+        stages=(
+            Stage(start=0, stop=len(found.layers), grid=Grid(devices=(0, 1), data=2, shard="optimizer")),
+        ),
+        decisions=(),
+    )
+    own = {device.device: device for device in simulate(plan).devices}
+    place = CATEGORIES.index(Category.OPTIMIZER)
+
+    def state(device: Any) -> int:
+        return max(sample.bytes[place] for sample in device.memory)
+
+    even = [state(device) for device in published.predictions.evenly_divided(plan, own)]
+    assert even[0] == even[1]
+    assert sum(even) == pytest.approx(sum(map(state, own.values())), abs=1)
+    assert len(set(map(state, own.values()))) == 2
+
+
+def test_ranks_that_divide_dropout_move_half_of_its_bytes(published: Any) -> None:
+    """Two ranks move little more than half of one's bytes, where pipefit's, which draw whole masks, move more."""
+    shape = published.models.Shape(
+        layers=1, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=512, seq=256, head_size=16
+    )
+    parts = {}
+    for draws in (True, False):
+        style = published.models.Style(attention="scores", dropout=0.1, draws=draws)
+        task = published.models.decoder_task(shape, style, None, torch.optim.SGD)
+        found = profile(task, microbatch_size=2, target="cuda", tensor=(2,))
+        of = {each.tensor: each.costs[1].forward.moved_bytes for each in found.measurements}
+        parts[draws] = of[2] / of[1]
+    assert parts[False] < 0.65 < 0.8 < parts[True]
