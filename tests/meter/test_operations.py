@@ -89,7 +89,7 @@ class Spied(Meter):
         before = self.total
         out = super().__torch_dispatch__(func, types, args, kwargs)
         known = self.kernels.of(func, args, kwargs or {}, out)
-        self.taken.append((str(func), self.total - before if known is None else known.peak_bytes))
+        self.taken.append((str(func), self.total - before if known is None else known.peak_bytes(out)))
         return out
 
 

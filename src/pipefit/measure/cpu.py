@@ -326,7 +326,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = known.laid_out(out)
         kept = self._account(func, args, out)
         if known is not None:
-            self._take(before + known.peak_bytes - kept, known.peak_bytes - kept)
+            peak_bytes = known.peak_bytes(out) - kept
+            self._take(before + peak_bytes, peak_bytes)
         return out
 
     def _as_without_a_mode(self, func: Any, changed: Tensor) -> Any:

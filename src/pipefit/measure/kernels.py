@@ -486,7 +486,7 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
     """Return why the operation must not run on synthetic data; empty if it may."""
     if func.namespace not in _OWN:
         return "it does not belong to torch, so it is not run on synthetic data"
-    by_value = torch.Tag.dynamic_output_shape in func.tags and func not in _SELECTING
+    by_value = _has_dynamic_shape(func) and func not in _SELECTING
     counts_zeros = func is aten.nonzero.default and not _selects_all(args[0])
     bags = func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM
     if by_value or counts_zeros or bags:
@@ -494,6 +494,11 @@ def _refused(func: Any, args: tuple[Any, ...]) -> str:
     if any(tensor.layout is not torch.strided for tensor in tensors(args)):
         return "only dense arguments can be synthesised"
     return ""
+
+
+def _has_dynamic_shape(func: Any) -> bool:
+    """Return whether the shape of the result depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _selects_all(tensor: Tensor) -> bool:
@@ -528,7 +533,10 @@ def _run(func: Any, recipe: ArgumentRecipe, threads: int) -> Taken | str:
                 unselected = [_once(func, recipe, mask=False)]
         if unselected[0][0] > peak:
             return _BY_VALUE
-        return peak, results if unselected[0][1] == results else ()
+        if unselected[0][1] == results and func is not aten.nonzero.default:
+            return peak, results
+        made = {result.storage: result.storage_bytes for result in results if result is not None}
+        return peak - sum(made.values()), ()  # the results have as many bytes as values select
 
 
 def _once(func: Any, recipe: ArgumentRecipe, mask: bool) -> Taken:
@@ -587,14 +595,19 @@ _NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # communication, tensor met
 class Known:
     """A kernel in the form that a meter needs."""
 
-    __slots__ = ("_agrees", "_operation", "_results", "peak_bytes")
+    __slots__ = ("_agrees", "_operation", "_peak_bytes", "_results", "_selects")
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
+    def __init__(self, kernel: Kernel, func: Any) -> None:
+        self._peak_bytes, self._results = kernel.peak_bytes or 0, kernel.results
         self._operation = kernel.operation
+        self._selects = bool(kernel.peak_bytes) and not kernel.results and _has_dynamic_shape(func)
         self._agrees: bool | None = (
             None  # whether fake results have the kernel's layouts; None until compared
         )
+
+    def peak_bytes(self, out: Any) -> int:
+        """Return the kernel's peak; `out` are its results, whose bytes may depend on values."""
+        return self._peak_bytes + (out.untyped_storage().nbytes() if self._selects else 0)
 
     def laid_out(self, out: Any) -> Any:
         """Return fake results with the kernel's layouts; real ones are returned unchanged.
@@ -654,7 +667,7 @@ class Kernels:
         key = key_of(func, args, kwargs, self._flags)
         known = calls.get(key)
         if known is None:
-            known = Known(self._meet(key, func, args, kwargs, out))
+            known = Known(self._meet(key, func, args, kwargs, out), func)
             if key is not None:
                 calls[key] = known
         return known

@@ -59,7 +59,7 @@ class Kernel:
     """The peak memory of one operation, results included, above the memory held before it.
 
     If it could not be measured, `peak_bytes` is None and `reason` says why; then only its results are
-    counted.
+    counted. Results whose shape depends on values are not part of the peak, and have no layouts.
 
     Raises:
         UsageError: a negative peak, or neither a peak nor a reason.
