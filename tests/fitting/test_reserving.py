@@ -202,6 +202,31 @@ def test_where_another_plan_fits_that_one_is_found() -> None:
     )
 
 
+@pytest.mark.parametrize("finds", [True, False])
+def test_plans_like_the_last_come_first(finds: bool) -> None:
+    """A plan that its dry run refuses is planned again near itself, and anew if that finds none."""
+    make, seen = partial(planned(planner="joint"), schedule="gpipe"), list[str]()
+    peak = make(gpus(1 << 32, 1 << 32)).prediction.peak_bytes[0]
+    cluster = gpus(peak, 1 << 30)
+
+    def anew(within: Cluster) -> Proposal:
+        seen.append("anew")
+        made = make(within)
+        return Proposal(made, lambda: Answer(made))
+
+    def again(within: Cluster, near: Plan) -> Proposal:
+        seen.append("again")
+        assert near.stages == make(cluster).stages
+        if not finds:
+            raise InfeasibleError("nothing near")
+        made = make(within)
+        return Proposal(made, lambda: Answer(made))
+
+    found = reserving_of_proposals(stack(), cluster, anew, again=again)
+    assert all(taken <= has for taken, has in zip(processes(found), (peak, 1 << 30), strict=True))
+    assert seen == (["anew", "again"] if finds else ["anew", "again", "anew"])
+
+
 def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     """A plan that fits at once is run dry once, and reports that dry run's processes."""
     cluster = gpus(1 << 30, 1 << 30, overheads=SOME)

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.planner import PlanOptions, Question, plan
+from pipefit.planner import PlanOptions, Question, answered, plan
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.bounds import simple_bound
 from pipefit.planner.evaluation import Evaluator
@@ -112,6 +112,23 @@ def test_it_is_never_slower_than_with_any_choice_pinned(seed: int) -> None:
 def test_it_is_never_slower_with_more_layers(seed: int) -> None:
     """The chosen plan is never slower for four and five layers."""
     never_slower(seed, 4 + seed % 2)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_near_a_plan_its_own_arrangement_is_planned_again(seed: int) -> None:
+    """With less memory, the plan near another is as fast as with all of its choices pinned, and keeps its bound."""
+    rng = Random(seed)
+    profiles = sized(rng, 4)
+    on = tight_cluster(rng, profiles)
+    made = plan(profiles, on, batch_size=BATCH)
+    less = replace(on, devices=tuple(replace(one, memory_bytes=one.memory_bytes - 1) for one in on.devices))
+    near = answered(profiles, less, None, PlanOptions(batch_size=BATCH), near=made).plan
+    how, stages = made.training, len(made.stages)
+    other = pinned(profiles, less, schedule=how.schedule, stages=stages, microbatch_size=how.microbatch_size)
+    assert other is not None and (near.training, len(near.stages)) == (how, stages)
+    assert seconds(near) == seconds(other)
+    assert near.provenance and made.provenance and near.provenance.bound == made.provenance.bound
+    assert near.provenance.options == made.provenance.options
 
 
 def test_what_is_pinned_stays() -> None:

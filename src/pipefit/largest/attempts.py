@@ -320,10 +320,12 @@ def plan_on_the_way(
     along: bool = False,
     runs_dry: bool = False,
     compares: bool = True,
+    near: Plan | None = None,
 ) -> Proposal:
     """Plan with profiles made on demand.
 
-    Layers may be divided between `shards` ranks, with `along` also along positions.
+    Layers may be divided between `shards` ranks, with `along` also along positions. With `near`, only plans like that
+    one are searched (`planner.answered`).
 
     Profiles derived from those of other sizes are compared with traces in the background until the proposal
     is settled or, without `compares`, by the caller. With `runs_dry`, alternatives are searched in parallel
@@ -332,7 +334,8 @@ def plan_on_the_way(
     Raises:
         InfeasibleError: no plan fits, by such profiles; also when the proposal is settled.
     """
-    make = partial(answered, partial(known, tensor=shards, sequences=along), cluster, training, options)
+    profiles = partial(known, tensor=shards, sequences=along)
+    make = partial(answered, profiles, cluster, training, options, near=near)
     try:
         result = make()
     except InfeasibleError:

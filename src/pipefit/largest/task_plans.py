@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Unpack
 
 from pipefit.capture import Task
@@ -38,15 +39,16 @@ from pipefit.units import MIB, format_bytes
 #
 # A planner knows requested bytes only. The dry run shows how much a GPU's caching allocator reserves for
 # them, and how many communicators the process has. If that exceeds the device, the reserve for non-tensor
-# memory (`Cluster.reserves`) is increased by the lack, and everything is planned again: mostly once or twice,
-# since the next plan resembles the last. If the dry run refuses the plan's offloading, it is planned again
-# with fewer means.
+# memory (`Cluster.reserves`) is increased by the lack, and it is planned again: mostly once or twice, since the next
+# plan resembles the last. So plans like the last are searched first, and all others only if none of those fits. If the
+# dry run refuses the plan's offloading, everything is planned again with fewer means.
 #
 # For devices other than GPUs, plans that neither offload nor recompute are not run: their peaks are the
 # simulator's.
 
 ROUNDS = 6  # maximum number of plans
 Make = Callable[[Cluster], Proposal]
+Again = Callable[..., Proposal]  # of a cluster, and `near` a plan for more memory
 _SEGMENT = 20 * MIB  # size of an allocator segment above 2 MiB
 
 
@@ -60,8 +62,11 @@ def plan_reserving(
     *,
     target: Target = "cuda",
     fewer: Sequence[Make] = (),
+    again: Again | None = None,
 ) -> Plan:
     """Return the plan of `make` for `cluster`, or one with larger reserves that passes its dry run.
+
+    Plans after the first are those of `again`, or those of `make` if `again` finds none.
 
     Proposals are run dry while they are compared with traces. For GPUs, the prediction includes the memory of
     processes (`Prediction.processes`). The model of `task` is run dry under `allocator`, and not traced for
@@ -73,13 +78,15 @@ def plan_reserving(
             and no other plan was found.
     """
     asked, short, others = [cluster], list[str](), iter(fewer)
+    last: Plan | None = None
     settings = (allocator or AllocatorSettings()) if target == cluster.backend == "cuda" else None
     dry = partial(
         _run_dry, partial(certify, task, target=target, allocator=settings, chains=chains, each=False)
     )
     for number in range(ROUNDS):
         try:
-            within, proposal = _first(make, asked)
+            like = again and last and partial(again, near=last)
+            within, proposal = _first([*([like] if like else ()), make], asked)
             if progress is not None and (settings or proposal.plan.decisions):
                 progress(number, 0, f"a dry run of {counted(len(proposal.plan.workers), 'process')}")
             devices = dry(proposal.plan)
@@ -88,7 +95,7 @@ def plan_reserving(
                 devices = dry(made)
         except _Refused as refusal:
             short.append(str(refusal))
-            make = _next(others, refusal)
+            make, again = _next(others, refusal), None
             continue
         except InfeasibleError as error:
             if not short:
@@ -96,6 +103,7 @@ def plan_reserving(
             raise InfeasibleError(f"{short[-1]}. No other plan was found: {error}") from None
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
+        last = proposal.plan
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
         asked = [_leaving_more(within, made.stages, devices, short[-1])]
         if (
@@ -139,16 +147,17 @@ def _next(others: Iterator[Make], refusal: _Refused) -> Make:
     raise InfeasibleError(f"{refusal}. No other plan was found") from refusal.__cause__
 
 
-def _first(make: Make, clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
-    """Return the first of some clusters for which a plan exists, and the proposal for it.
+def _first(ways: Sequence[Make], clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
+    """Return the first of some clusters for which the first of some ways finds a plan, and the proposal for it.
 
     Raises:
         InfeasibleError: no plan for any of them; as for the last one.
     """
-    for cluster in clusters[:-1]:
+    *others, (last, cluster) = product(ways, clusters)
+    for make, within in others:
         with suppress(InfeasibleError):
-            return cluster, make(cluster)
-    return clusters[-1], make(clusters[-1])
+            return within, make(within)
+    return cluster, last(cluster)
 
 
 def _alike(cluster: Cluster) -> Cluster:
@@ -309,13 +318,14 @@ def _plan_of_task(
         means: Means = asked.means,
         shards: int = asked.tensor or 1,
         along: bool = bool(asked.sequences),
+        near: Plan | None = None,
     ) -> Proposal:
         options, forks = replace(asked, means=means), runs_dry and for_gpus
         return plan_on_the_way(
-            known, within, training, options, shards=(shards,), along=along, runs_dry=forks
+            known, within, training, options, shards=(shards,), along=along, runs_dry=forks, near=near
         )
 
-    def verified(make: Callable[..., Proposal]) -> Plan:
+    def verified(make: Callable[..., Proposal], again: Callable[..., Proposal] | None = None) -> Plan:
         if not runs_dry:
             return make(cluster).settled()
         means = asked.means
@@ -323,11 +333,19 @@ def _plan_of_task(
         fewer.append(replace(fewer[-1], host=False, peers=False))
         tried = [partial(make, means=one) for one in dict.fromkeys(fewer) if one != means]
         return plan_reserving(
-            model, cluster, make, allocator, known.chains, progress, target=kernels, fewer=tried
+            model,
+            cluster,
+            make,
+            allocator,
+            known.chains,
+            progress,
+            target=kernels,
+            fewer=tried,
+            again=again,
         )
 
     try:
-        return verified(make)
+        return verified(make, make if asked.objective == "throughput" else None)
     except InfeasibleError as error:
         open_degrees = asked.tensor is None and asked.data in (None, 1)
         if not open_degrees or (asked.planner or "joint") not in ON_GRIDS:
@@ -348,10 +366,15 @@ def _plan_of_task(
         look = demand.soon(1, known, divided=True)
         if look.fitting is not None:
             grid = look.fitting.plan.stages[0].grid
-            ways: list[Callable[..., Proposal]] = [partial(make, shards=grid.tensor, along=grid.sequences)]
-            for way in [*ways, soon] if demand.planner == "joint" else ways:
+            divided, is_joint = (
+                partial(make, shards=grid.tensor, along=grid.sequences),
+                demand.planner == "joint",
+            )
+            with suppress(UsageError, InfeasibleError):
+                return verified(divided, divided if is_joint else None)
+            if is_joint:
                 with suppress(UsageError, InfeasibleError):
-                    return verified(way)
+                    return verified(soon)
         more = _on_ranks(look.best if demand.planner == "joint" else None)
         more += _in_no_plan(demand.impossible(known))
     raise InfeasibleError(f"{refusal}{more}") from None

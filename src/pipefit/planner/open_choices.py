@@ -27,7 +27,7 @@ from pipefit.planner.problem import (
 )
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.layer_costs import KernelMemory
-from pipefit.schema.plan import is_tight
+from pipefit.schema.plan import Plan, is_tight
 from pipefit.schema.profile import ModelProfile, differences
 from pipefit.schema.training import ENDLESS, MOST_MICROBATCHES, MOST_SAMPLES, Precision, Training
 from pipefit.schema.validation import whole
@@ -191,6 +191,14 @@ class Space:
     def least(self) -> Degree:
         """The smallest degree that stages may have."""
         return Degree.requested(self.question.options)
+
+    def like(self, plan: Plan) -> Space:
+        """Return the space of a plan's schedule, number of stages and microbatch size."""
+        how, size = plan.training, plan.training.microbatch_size
+        question = self.question_of(size, self.profiles(size))
+        question = replace(question, training=replace(question.training, schedule=how.schedule))
+        stages = (len(plan.stages),)
+        return replace(self, question=question, schedules=(how.schedule,), stages=stages, sizes=(size,))
 
     def question_of(self, size: int, profile: ModelProfile) -> Question:
         """Return the question with microbatches of `size` samples.

@@ -118,8 +118,12 @@ def answered(
     options: PlanOptions = PlanOptions(),
     *,
     redone: bool = False,
+    near: Plan | None = None,
 ) -> Answer:
     """Return the plan of `plan`, and a function that finds its alternatives later; `redone` as in `space_of`.
+
+    `near` is the plan of the same call for devices with more memory. Then only its schedule, number of stages and
+    microbatch size are searched, and its bound holds too.
 
     Raises:
         UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.
@@ -140,7 +144,7 @@ def answered(
         )
     space = space_of(profile, cluster, training, replace(options, planner=planner), redone=redone)
     if planner in CHOOSE_SIZES:
-        return _chosen(space) if planner == "joint" else Answer(_leanest(space, planner))
+        return _chosen(space, near) if planner == "joint" else Answer(_leanest(space, planner))
     asked = PLANNERS[planner] if planner in ON_GRIDS else in_replicas(PLANNERS[planner])
     return Answer(solved(space.question, asked, name=planner))
 
@@ -230,17 +234,22 @@ def _leanest(space: Space, planner: str) -> Plan:
     )
 
 
-def _chosen(space: Space) -> Answer:
-    """Return the fastest plan of a space.
+_NEAR = "Only plans with the schedule, microbatches and number of stages of the plan before were searched."
+
+
+def _chosen(space: Space, near: Plan | None) -> Answer:
+    """Return the fastest plan of a space; only of one arrangement with the bound of all, if `near` is known.
 
     Raises:
         InfeasibleError: no plan fits.
     """
     began = perf_counter()
     with uncollected():
-        trials = Trials(space)
+        trials = Trials(space if near is None else space.like(near))
         best = trials.best()
         question, result = trials.told(best)
+        if near is not None and near.provenance is not None:
+            result = result._replace(bound=near.provenance.bound, remarks=(*result.remarks, _NEAR))
         made = answer(
             question,
             result,
@@ -252,6 +261,7 @@ def _chosen(space: Space) -> Answer:
 
     @uncollected()
     def others() -> tuple[Alternative, ...]:
+        trials.space = space
         return alternatives(trials, best) if best is not None and space.count > 1 else ()
 
     return Answer(made, others)
