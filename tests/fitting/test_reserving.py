@@ -23,6 +23,7 @@ from pipefit.planner import Answer, Means, plan
 from pipefit.profiler import profile
 from pipefit.report.show import text
 from pipefit.runtime import certify
+from pipefit.runtime.dry_run import certify as certifying
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.schema.plan import Plan
@@ -238,6 +239,21 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     trace = certify(stack(), found, allocator=AllocatorSettings(), each=False)
     assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
     assert "By a dry run, the process of device" in " ".join(text(found).split())
+
+
+def test_the_fullest_devices_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a process of the fullest devices does not fit, no other device runs; else the trace is that of all."""
+    monkeypatch.setattr(certifying, "_FIRST", 1)
+    ample = planned()(gpus(*[1 << 32] * 3))
+    every = certify(stack(), ample, allocator=AllocatorSettings())
+    assert certify(stack(), ample, allocator=AllocatorSettings(), each=False).peak_bytes == every.peak_bytes
+    fullest = max(range(3), key=lambda device: ample.prediction.peak_bytes[device])
+    less = [1 << 32] * 3
+    less[fullest] = processes(ample)[fullest] - 1
+    tight = replace(ample, cluster=gpus(*less))
+    found = certify(stack(), tight, allocator=AllocatorSettings(), each=False).devices
+    assert [device.allocator is not None for device in found] == [n == fullest for n in range(3)]
+    assert found[fullest].lack_bytes > 0 and not any(found[n].lack_bytes for n in range(3) if n != fullest)
 
 
 def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:

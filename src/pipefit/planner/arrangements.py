@@ -443,7 +443,7 @@ class Trials:
             near = (one for one in every if one.seconds <= fastest.seconds * (1 + _ROOM))
             roomy = (one for one in near if not leaves_no_room(one.question, one.peaks))
             best = min(roomy, key=lambda one: one.seconds, default=fastest)
-            if best.simulation.is_whole:
+            if best.simulation.is_complete:
                 return best
             every.remove(best)
             every += [whole] if (whole := best.whole()).simulation.fits else []

@@ -64,7 +64,7 @@ class Simulated:
         self._cluster = simulation.plan.cluster
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all microbatches of a step are simulated."""
         return not self._left_out
 

@@ -85,7 +85,7 @@ class Mixed(NamedTuple):
 
     def whole(self) -> Mixed:
         """Return the plan with all microbatches of a step simulated."""
-        if self.simulation.is_whole:
+        if self.simulation.is_complete:
             return self
         assembled_whole = assembled(plan_of(self.question, self.split, decisions=self.decisions or None))
         microbatches = self.question.training.microbatches

@@ -48,6 +48,10 @@ from pipefit.schema.trace import MOST_STEPS, AllocatorPeaks, DeviceTrace, Memory
 from pipefit.schema.validation import instance, whole
 from pipefit.tensor_parallel import ShardedChain, shard_chain
 
+_FIRST = (
+    6  # groups of equal devices that run first, if the others are not needed when one of these does not fit
+)
+
 
 def certify(
     task: Task,
@@ -75,9 +79,10 @@ def certify(
     and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
     allocations of executed layers are repeated for all others (`runtime.dry_run.devices`).
 
-    Processes that do not fit are simulated with just enough memory. Without `each`, allocators of a stage's
-    devices are simulated from the one with the most tensors on, until one does not fit: the trace has none of
-    the others.
+    Processes that do not fit are simulated with just enough memory. Without `each`, the devices of which the plan
+    predicts the fullest memory run first, and the others only if the processes of these fit. Then allocators of a
+    stage's devices are simulated from the one with the most tensors on, until one does not fit. The trace has no
+    allocator of the others.
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
@@ -222,12 +227,28 @@ class Rehearsal:
         )
 
     def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
-        """Apply `run` to all kin in parallel processes, one per free core.
+        """Apply `run` to all kin; without `each`, to those that are predicted to be the fullest, and to the others if
+        these fit.
+        """
+        every, plan = self._kin, self.plan
+        if self.each or not self.allocators or plan.prediction is None or len(every) <= _FIRST:
+            return self._in_parallel(fake, run, every)
+        peaks, budgets = plan.prediction.peak_bytes, plan.cluster.budgets
+        every = sorted(every, key=lambda devices: -peaks[devices[0]] / budgets[devices[0]])
+        first = self._in_parallel(fake, run, every[:_FIRST])
+        if not first.alike or not all(one.fits for own in first.peaks.values() for one in own):
+            return first
+        return Rehearsed.together([first, self._in_parallel(fake, run, every[_FIRST:])])
+
+    def _in_parallel(
+        self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed], every: Sequence[Kin]
+    ) -> Rehearsed:
+        """Apply `run` to kin in parallel processes, one per free core.
 
         Representatives do not exchange tensors. Kin with the most layers are assigned first. If kernels are
         measured, this process runs all of them: a fork lacks the threads of the kernels.
         """
-        every, processes = self._kin, forks_left() if self.kernels is None else 0
+        processes = forks_left() if self.kernels is None else 0
         if processes < 2:
             return run(every)
         for samples in {self.plan.measured(stage).microbatch_size for stage in range(len(self.plan.stages))}:
