@@ -101,14 +101,17 @@ class Trials:
         """Examined microbatch sizes that could be profiled."""
         return tuple(sorted(size for size, made in self._profiles.items() if isinstance(made, ModelProfile)))
 
-    def best(self) -> Trial | None:
+    def best(self, first: Arrangement | None = None) -> Trial | None:
         """Return the fastest plan of all arrangements; if none fits, the one that lacks the least memory.
 
-        None if the question is too large for a search and plans of any degrees are known.
+        The search begins with the arrangement `first`. None if the question is too large for a search and plans of
+        any degrees are known.
 
         Raises:
             UsageError: no arrangement can be carried out; the error of one of them.
         """
+        if first is not None:
+            self.tried(first)
         if self.space.count > 1 or self.space.grids:
             if self.space.grids:
                 self._replicate()

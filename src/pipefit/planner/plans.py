@@ -24,17 +24,14 @@ from pipefit.planner.driver import answer, solved
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.joint import joint
 from pipefit.planner.lean import lean, leanest_with_hosts
-from pipefit.planner.open_choices import (
-    Profiles,
-    Space,
-    space_of,
-)
+from pipefit.planner.open_choices import Arrangement, Profiles, Space, Trial, space_of
 from pipefit.planner.options import Goal, PlanArguments, PlanOptions
 from pipefit.planner.problem import (
     CHOOSE_SIZES,
     ON_GRIDS,
     Degree,
     Planner,
+    PlannerResult,
     Question,
 )
 from pipefit.planner.replicas import in_replicas
@@ -122,8 +119,8 @@ def answered(
 ) -> Answer:
     """Return the plan of `plan`, and a function that finds its alternatives later; `redone` as in `space_of`.
 
-    `near` is the plan of the same call for devices with more memory. Then only its schedule, number of stages and
-    microbatch size are searched, and its bound holds too.
+    `near` is the plan of the same call for devices with more memory, whose bound holds too. Then only its schedule,
+    number of stages and microbatch size are searched, if that finds a plan about as fast.
 
     Raises:
         UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.
@@ -235,21 +232,18 @@ def _leanest(space: Space, planner: str) -> Plan:
 
 
 _NEAR = "Only plans with the schedule, microbatches and number of stages of the plan before were searched."
+_SLOWER = 1.03  # multiple of the known plan's seconds above which everything is searched
 
 
 def _chosen(space: Space, near: Plan | None) -> Answer:
-    """Return the fastest plan of a space; only of one arrangement with the bound of all, if `near` is known.
+    """Return the fastest plan of a space, or one that is like `near` and about as fast.
 
     Raises:
         InfeasibleError: no plan fits.
     """
     began = perf_counter()
     with uncollected():
-        trials = Trials(space if near is None else space.like(near))
-        best = trials.best()
-        question, result = trials.told(best)
-        if near is not None and near.provenance is not None:
-            result = result._replace(bound=near.provenance.bound, remarks=(*result.remarks, _NEAR))
+        trials, best, question, result = _like(space, near) or _searched(Trials(space))
         made = answer(
             question,
             result,
@@ -265,3 +259,34 @@ def _chosen(space: Space, near: Plan | None) -> Answer:
         return alternatives(trials, best) if best is not None and space.count > 1 else ()
 
     return Answer(made, others)
+
+
+class _Search(NamedTuple):
+    """Examined arrangements, the best of them if it was searched, and the best plan of all."""
+
+    trials: Trials
+    best: Trial | None
+    question: Question
+    result: PlannerResult
+
+
+def _searched(trials: Trials, first: Arrangement | None = None) -> _Search:
+    """Return the result of a search; of one that begins with the arrangement `first`."""
+    best = trials.best(first)
+    return _Search(trials, best, *trials.told(best))
+
+
+def _like(space: Space, near: Plan | None) -> _Search | None:
+    """Return the search for plans like `near`; None if it finds no plan about as fast, or there is no such plan."""
+    if near is None or near.prediction is None or near.provenance is None:
+        return None
+    how, degrees = near.training, {Degree.of(stage.grid) for stage in near.stages}
+    own = how.schedule, len(near.stages), how.microbatch_size
+    with suppress(UsageError):
+        found = _searched(
+            Trials(space.like(near)), Arrangement(*own, *degrees) if len(degrees) == 1 else None
+        )
+        if found.result.value <= near.prediction.step_seconds * _SLOWER:
+            remarks = *found.result.remarks, _NEAR
+            return found._replace(result=found.result._replace(bound=near.provenance.bound, remarks=remarks))
+    return None
