@@ -31,9 +31,9 @@ configuration and source, into a task, a cluster and the plan that was run, and 
 predictions next to the measurements ([JSON](../benchmarks/results/published.json)). Rows become plans by
 their columns alone, and no constant is tuned to a row. Three figures of a kind of GPU in the presets follow from one
 half of the rows, by kind, and are checked on the other: the shares of the peak that products and fused attention reach,
-and the elements a second of elementwise kernels, for A100, H100 and its kin, RTX 3090 and 4090. So does one figure of
-GPUs without the last one, the share of the float32 rate that depthwise convolutions reach. Where a source
-leaves a variant of its model open (a loss or an MLP, fused or not), the variant was chosen with its rows in view.
+and the elements a second of elementwise kernels, for A100, H100 and its kin, RTX 3090 and 4090. For GPUs without the
+last one, the share of the float32 rate that depthwise convolutions reach was chosen with both halves in view. Where a
+source leaves a variant of its model open (a loss or an MLP, fused or not), the variant was chosen with its rows in view.
 The errors of the other half were in view too while the facts behind its estimates were found, so that half is not an
 untouched check.
 
@@ -58,7 +58,8 @@ subtracts those in which the framework's public code differs from pipefit's trai
   them flattened, parameters gathered. They live while no activation does, but need separate segments;
 - **gradients filled with zeros** between steps, as `zero_grad` did before torch 2, so they exist in the first forward;
 - **segments of other streams**, for reserved memory: torchgpipe copies every microbatch on another stream;
-- **the context**, for what fits on an RTX 3090 with CUDA 11.3: 1,486 MiB, as one of its users measured.
+- **the context**, for what fits on an RTX 3090 with CUDA 11.3: 1,486 MiB, as one of its users measured. It was
+  added with wrong rows of timm in view.
 
 Steps of a pipeline repeat themselves, so seconds of many microbatches follow from those of few. Seconds of
 sequence parallelism leave out pipefit's copies of gathered tensors: in Megatron and nanotron tokens are the first

@@ -136,19 +136,26 @@ def test_causal_attention_computes_half_of_the_scores(causal: bool) -> None:
         assert meter.work.flops == 5 * once
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_images_in_another_layout_than_channels_last_are_converted(last: bool) -> None:
-    """Tensor cores read and write images and results of a convolution once more, and so for each gradient."""
-    layout = torch.channels_last if last else torch.contiguous_format
+def passes(
+    samples: int, layout: torch.memory_format = torch.contiguous_format, **settings: int
+) -> list[tuple[Alike, ...]]:
+    """Return the operations of a convolution's forward and backward, from 8 channels to 16."""
     with FakeTarget("cuda") as fake, PassMeter(None, fake.device) as meter:
-        layer = nn.Conv2d(8, 16, 3, padding=1, bias=False).to(fake.device, memory_format=layout)
-        images = torch.empty(5, 8, 9, 9, device=fake.device).contiguous(memory_format=layout)
+        layer = nn.Conv2d(8, 16, bias=False, **settings).to(fake.device, memory_format=layout)  # type: ignore[arg-type]
+        images = torch.empty(samples, 8, 9, 9, device=fake.device).contiguous(memory_format=layout)
         meter.start()
         result = layer(images.requires_grad_())
         forward = meter.work.operations
         meter.start()
         result.backward(torch.empty_like(result))
-        backward = meter.work.operations
+        return [forward, meter.work.operations]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_images_in_another_layout_than_channels_last_are_converted(last: bool) -> None:
+    """Tensor cores read and write images and results of a convolution once more, and so for each gradient."""
+    layout = torch.channels_last if last else torch.contiguous_format
+    forward, backward = passes(5, layout, kernel_size=3, padding=1)
     assert {alike.family for alike in forward if alike.flops} == {"winograd"}
     moved = [sum(a.moved_bytes for a in work if a.family == "layout") for work in (forward, backward)]
     both = 2 * 4 * (8 + 16) * 5 * 81
@@ -158,15 +165,7 @@ def test_images_in_another_layout_than_channels_last_are_converted(last: bool) -
 @pytest.mark.parametrize("groups", [1, 4, 8])
 def test_depthwise_kernels_read_images_as_they_are(groups: int) -> None:
     """A convolution of every channel by itself converts no layout, and has two operations for each of its taps."""
-    with FakeTarget("cuda") as fake, PassMeter(None, fake.device) as meter:
-        layer = nn.Conv2d(8, 16, 5, stride=2, groups=groups, bias=False).to(fake.device)
-        images = torch.empty(3, 8, 9, 9, device=fake.device)
-        meter.start()
-        result = layer(images.requires_grad_())
-        forward = meter.work.operations
-        meter.start()
-        result.backward(torch.empty_like(result))
-        backward = meter.work.operations
+    forward, backward = passes(3, kernel_size=5, stride=2, groups=groups)
     taps = 25 * (8 // groups) * 3 * 16 * 9
     kernels = {"depthwise"} if groups == 8 else {"convolution", "layout"}
     assert {alike.family for alike in (*forward, *backward)} - {""} == kernels

@@ -324,8 +324,8 @@ def plan_on_the_way(
 ) -> Proposal:
     """Plan with profiles made on demand.
 
-    Layers may be divided between `shards` ranks, with `along` also along positions. With `near`, only plans like that
-    one are searched (`planner.answered`).
+    Layers may be divided between `shards` ranks, with `along` also along positions. With `near`, plans like that one
+    are searched first (`planner.answered`).
 
     Profiles derived from those of other sizes are compared with traces in the background until the proposal
     is settled or, without `compares`, by the caller. With `runs_dry`, alternatives are searched in parallel

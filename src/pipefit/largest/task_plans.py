@@ -40,8 +40,8 @@ from pipefit.units import MIB, format_bytes
 # A planner knows requested bytes only. The dry run shows how much a GPU's caching allocator reserves for
 # them, and how many communicators the process has. If that exceeds the device, the reserve for non-tensor
 # memory (`Cluster.reserves`) is increased by the lack, and it is planned again: mostly once or twice, since the next
-# plan resembles the last. So plans like the last are searched first, and all others only if none of those fits. If the
-# dry run refuses the plan's offloading, everything is planned again with fewer means.
+# plan resembles the last. So plans like the last are searched first, and all others only if none of those fits and is
+# about as fast. If the dry run refuses the plan's offloading, everything is planned again with fewer means.
 #
 # For devices other than GPUs, plans that neither offload nor recompute are not run: their peaks are the
 # simulator's.
@@ -312,6 +312,7 @@ def _plan_of_task(
 
     for_gpus = kernels == cluster.backend == "cuda"
     runs_dry = certify and not asked.allow_infeasible and (for_gpus or cluster.backend != "cuda")
+    searches = asked.objective == "throughput" and asked.planner in (None, "joint")
 
     def make(
         within: Cluster,
@@ -345,7 +346,7 @@ def _plan_of_task(
         )
 
     try:
-        return verified(make, make if asked.objective == "throughput" else None)
+        return verified(make, make if searches else None)
     except InfeasibleError as error:
         open_degrees = asked.tensor is None and asked.data in (None, 1)
         if not open_degrees or (asked.planner or "joint") not in ON_GRIDS:
@@ -366,13 +367,10 @@ def _plan_of_task(
         look = demand.soon(1, known, divided=True)
         if look.fitting is not None:
             grid = look.fitting.plan.stages[0].grid
-            divided, is_joint = (
-                partial(make, shards=grid.tensor, along=grid.sequences),
-                demand.planner == "joint",
-            )
+            divided = partial(make, shards=grid.tensor, along=grid.sequences)
             with suppress(UsageError, InfeasibleError):
-                return verified(divided, divided if is_joint else None)
-            if is_joint:
+                return verified(divided, divided if searches else None)
+            if demand.planner == "joint":
                 with suppress(UsageError, InfeasibleError):
                     return verified(soon)
         more = _on_ranks(look.best if demand.planner == "joint" else None)

@@ -125,7 +125,7 @@ class Trials:
                 self._look_at(self._widest(size))
             for arrangement in self._others():
                 self._look_at(arrangement)
-        if not self._known and (self._is_replicated or self._is_too_large):
+        if not self._known and (self._is_replicated or self._is_too_large) and self._complete_best():
             return None
         if not self._known and not any(map(self.tried, self._like_mixed)):
             self._try(self._roomiest)
@@ -136,7 +136,7 @@ class Trials:
 
         It is the plan of the best trial, unless a plan with stages of different degrees is faster.
         """
-        question, result = self._told(trial, self._best_mixed)
+        question, result = self._told(trial, self._complete_best())
         bounds = [*self._bounds, *map(self._least_of, self._least)]
         if trial is not None and not self._bounds:
             bounds = [trial.search.bound]
@@ -434,22 +434,21 @@ class Trials:
             (other for other in others if not other.tight), key=lambda trial: trial.order, default=best
         )
 
-    @property
-    def _best_mixed(self) -> Mixed | None:
-        """The fastest plan of any degrees, or a hardly slower one that leaves every GPU room.
+    def _complete_best(self) -> Mixed | None:
+        """Return the fastest plan of any degrees, or a hardly slower one that leaves every GPU room.
 
-        All of its microbatches are simulated.
+        All of its microbatches are simulated. A plan that then does not fit is no longer known.
         """
-        every = [*self.mixed]
-        while every:
-            fastest = min(every, key=lambda one: one.seconds)
-            near = (one for one in every if one.seconds <= fastest.seconds * (1 + _ROOM))
+        while self.mixed:
+            fastest = min(self.mixed, key=lambda one: one.seconds)
+            near = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
             roomy = (one for one in near if not leaves_no_room(one.question, one.peaks))
             best = min(roomy, key=lambda one: one.seconds, default=fastest)
             if best.simulation.is_complete:
                 return best
-            every.remove(best)
-            every += [whole] if (whole := best.whole()).simulation.fits else []
+            complete = best.completed()
+            self.mixed = [one for one in self.mixed if one is not best]
+            self.mixed += [complete] if complete.simulation.fits else []
         return None
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:

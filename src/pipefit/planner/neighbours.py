@@ -83,13 +83,11 @@ class Mixed(NamedTuple):
             simulation=self.simulation.simulation,
         )
 
-    def whole(self) -> Mixed:
+    def completed(self) -> Mixed:
         """Return the plan with all microbatches of a step simulated."""
-        if self.simulation.is_complete:
-            return self
-        assembled_whole = assembled(plan_of(self.question, self.split, decisions=self.decisions or None))
+        simulation = assembled(plan_of(self.question, self.split, decisions=self.decisions or None))
         microbatches = self.question.training.microbatches
-        return self._replace(simulation=Simulated(self.split, assembled_whole, microbatches))
+        return self._replace(simulation=Simulated(self.split, simulation, microbatches))
 
 
 _KNOWN = 16  # number of known actions of devices that take as long as a new one

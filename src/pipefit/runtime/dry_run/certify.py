@@ -48,9 +48,7 @@ from pipefit.schema.trace import MOST_STEPS, AllocatorPeaks, DeviceTrace, Memory
 from pipefit.schema.validation import instance, whole
 from pipefit.tensor_parallel import ShardedChain, shard_chain
 
-_FIRST = (
-    6  # groups of equal devices that run first, if the others are not needed when one of these does not fit
-)
+_FIRST = 6  # groups of equal devices that run first without `each`
 
 
 def certify(
