@@ -34,8 +34,8 @@ half of the rows, by kind, and are checked on the other: the shares of the peak 
 and the elements a second of elementwise kernels, for A100, H100 and its kin, RTX 3090 and 4090. For GPUs without the
 last one, the share of the float32 rate that depthwise convolutions reach was chosen with both halves in view. Where a
 source leaves a variant of its model open (a loss or an MLP, fused or not), the variant was chosen with its rows in
-view. The errors of the other half were in view too while the facts behind its estimates were found, so that half is not an
-untouched check.
+view. The errors of the other half were in view too while the facts behind its estimates were found, so that half is
+not an untouched check.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
