@@ -151,14 +151,50 @@ def test_a_product_without_a_graph_leaves_kept_numbers_alone() -> None:
         assert meter.total == x.grad.nbytes
 
 
-def test_a_forgotten_graph_keeps_no_numbers() -> None:
-    """Without a backward, `forget_graphs` frees the numbers that graphs saved."""
+def test_a_graph_that_is_dropped_keeps_no_numbers() -> None:
+    """Without a backward, the numbers that graphs saved are freed with their nodes, however long the product."""
     x = torch.ones(100, requires_grad=True)
     with metered() as meter:
-        y = [x * 3.0, x / 7.0]
+        y = [x * 3.0, (x / 7.0).sum()]
         y.clear()
-        meter.forget_graphs()
         assert meter.total == 0
+
+
+def test_a_retained_graph_keeps_its_numbers() -> None:
+    """Numbers stay for a second backward, and for a backward through the first one, which shares them."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = (x * 3.0).sum()
+        (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
+        del gradient
+        meter.begin("retained")
+        assert meter.total == 4 + 8
+        z = ((x * x) * 3.0).sum()
+        (gradient,) = torch.autograd.grad(z, x, create_graph=True)
+        del z
+        meter.begin("recorded")
+        held = meter.total
+        y.backward()
+        del y
+        x.grad = None
+        meter.begin("without the first one")
+        assert held - meter.total == 4 + 8
+        gradient.sum().backward()
+        del gradient
+        x.grad = None
+        meter.begin("next")
+        assert meter.total == 0
+
+
+def test_a_product_in_place_keeps_its_number() -> None:
+    """The number of a product in a part of a tensor is kept by the node of the whole tensor."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = x + x
+        y[:50].mul_(3.0)
+        y.sum().backward()
+        meter.begin("next")
+        assert meter.total == 400 + 400
 
 
 def test_the_peak_is_of_the_action() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -234,7 +234,7 @@ def test_values_of_a_batch_decide_about_masks(batch: str) -> None:
 
 def test_values_are_forgotten_where_unknown_ones_are_written() -> None:
     """A number that is read from a tensor with unknown parts is an assumed one."""
-    read = deque[int]()  # a dry run puts back lists
+    read = array("q")  # a dry run puts back lists
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         ids, x = batch

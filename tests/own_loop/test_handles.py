@@ -11,6 +11,7 @@ import pickle
 import random
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,22 @@ def test_values_that_are_assumed_are_named() -> None:
     handle = apply(Masked(), budget=10**9, batch=torch.randn(8, 32))
     assert "nonzero" in handle.plan.gap or "index" in handle.plan.gap
     assert handle.plan.gap in str(handle).replace("\n", " ")
+
+
+def test_values_of_a_batch_of_a_function_are_known() -> None:
+    """A function that makes a batch makes real tensors, whose values are as known as those of a batch."""
+    module = nn.Linear(4, 3)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.softmax(-1) * nn.functional.one_hot(targets, 3)).sum()
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(8, 4), torch.arange(8) % 3
+
+    made, given = (
+        apply(copy.deepcopy(module), budget=10**9, batch=b, loss=loss).plan for b in (batch, batch())
+    )
+    assert made == given
 
 
 def test_selections_by_whole_numbers_of_the_batch_are_known() -> None:
@@ -520,6 +537,11 @@ def test_impossible_requests() -> None:
             optimizer=searching,
             step=lambda _: searching.step(lambda: 0.0),
         )
+    sparse = mlp()
+    sparse.register_buffer("edges", torch.eye(2).to_sparse())
+    for unusual, said in ((sparse, "sparse_coo"), (nn.Sequential(nn.LazyLinear(2)), "run one forward first")):
+        with pytest.raises(UsageError, match=said):
+            apply(unusual, budget=10**9, batch=vectors(), loss=mean_square)
     with pytest.raises(UsageError, match="0 has sparse gradients"):
         apply(nn.Sequential(nn.Embedding(2, 2, sparse=True)), budget=10**9, batch=vectors(), loss=mean_square)
     compiled = mlp()
@@ -532,11 +554,15 @@ def test_impossible_requests() -> None:
 def test_variables_of_a_step() -> None:
     """Tensors that a step uses by name are counted; its counters and lists are as before the dry run."""
     module, weight, losses, count = mlp(), torch.ones(8, 32), [torch.ones(3)], 0
+    recent: deque[torch.Tensor] = deque(maxlen=2)
+    carried: torch.Tensor | None = None
     optimizer = torch.optim.SGD(module.parameters())
 
     def step(batch: torch.Tensor) -> None:
-        nonlocal count
+        nonlocal count, carried
         count += 1
+        carried = batch * 2 if carried is None else carried + batch
+        recent.append(batch)
         optimizer.zero_grad()
         loss = (module(batch) * weight[:1]).sum()
         loss.backward()
@@ -549,7 +575,7 @@ def test_variables_of_a_step() -> None:
         return max(plan.peak_bytes)
 
     few = peak()
-    assert (len(losses), count) == (1, 0)
+    assert (len(losses), count, len(recent), carried) == (1, 0, 0, None)
     weight = torch.ones(1008, 32)
     assert peak() - few == 1000 * 32 * 4
 

@@ -6,7 +6,7 @@ allocator.
 
 from __future__ import annotations
 
-from pipefit.measure.cpu import SCALAR_BYTES, Meter, OverCap, Tracked, saving_nothing
+from pipefit.measure.cpu import SCALAR_BYTES, Meter, Number, OverCap, Tracked, saving_nothing
 from pipefit.measure.cuda import CudaMeter, HostWatch, Mark, Stopwatch
 from pipefit.measure.kernels import Kernels, counted_flops, in_layout, layouts_of, this_machine, threads_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "Mark",
     "MemoryMeter",
     "Meter",
+    "Number",
     "OverCap",
     "Stopwatch",
     "Tracked",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -30,8 +29,8 @@ from pipefit.torch_internals import (
     TorchDispatchMode,
     backward_id,
     backward_node,
+    retains_graph,
     run_backward,
-    saved_tensors_hooks_on_top,
     storage_uses,
     without_dispatch_modes,
 )
@@ -41,7 +40,7 @@ from pipefit.units import format_bytes
 #
 # Some kernels (attention, recurrent layers, matrix products) differ in their last bits without a graph, so a
 # forward that will run again records one, and drops all saved tensors. Numbers are the exception: for the
-# backward of `x * 2.0` autograd keeps the 2.0 as long as the graph exists, which a meter must count.
+# backward of `x * 2.0` autograd keeps the 2.0 as long as the graph exists, which a meter counts.
 
 
 @contextmanager
@@ -49,12 +48,6 @@ def saving_nothing() -> Iterator[None]:
     """Record a graph in the body that saves no tensors, so it cannot run backward."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _nothing):
         yield
-
-
-def saves_nothing() -> bool:
-    """Return whether the caller is inside `saving_nothing`."""
-    hooks = saved_tensors_hooks_on_top(False)
-    return hooks is not None and hooks[0] is _drop
 
 
 def _drop(tensor: Tensor) -> None:
@@ -170,8 +163,9 @@ _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACT
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 _PARAMETERS, _OF_VALUES = _POSITION[Category.PARAMETERS], (Category.BOUNDARY, Category.ACTIVATIONS)
 
-# For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation
-# returns.
+# For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation returns.
+# The node of that backward holds it, until the node has run or dies with its graph. So does a meter's `Number`:
+# it is in the node's metadata, and its bytes count as long as it exists.
 _KEEP_SCALAR = frozenset(
     {
         torch.ops.aten.mul.Tensor,
@@ -180,7 +174,23 @@ _KEEP_SCALAR = frozenset(
         torch.ops.aten.div_.Tensor,
     }
 )
+_IN_PLACE_PRODUCTS = frozenset({torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor})
 SCALAR_BYTES = 8
+_NUMBER = "pipefit's number"  # key in the metadata of a node
+
+
+class Number:
+    """A number that autograd keeps for a backward; the meter counts its bytes until nobody refers to it."""
+
+    __slots__ = ("__weakref__", "execution", "meter", "value")
+
+    def __init__(self, meter: Meter, value: float) -> None:
+        self.meter, self.value = meter, value
+        self.execution: Any = None  # of subclasses of the meter
+        meter.count_number(self, 1)
+
+    def __del__(self) -> None:
+        self.meter.count_number(self, -1)
 
 
 class OverCap(torch.OutOfMemoryError):
@@ -239,11 +249,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = [0] * len(CATEGORIES)
         self.action = "setting up"
         self._live: dict[int, Tracked] = {}
-        self._scalars = Counter[tuple[torch.Size, float]]()
-        self._spent = 0
-        self._unsaved_numbers = 0  # numbers kept by graphs that save nothing, until they are dropped
-        self._recomputed = Counter[tuple[torch.Size, float]]()  # numbers of forwards within this backward
-        self._recomputed_in = -1
+        self._products: dict[
+            weakref.ref[Tensor], Number
+        ] = {}  # of the last operation, which have no node yet
+        self._spent: list[Number] = []  # of the present node of a backward, which has used them
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
@@ -258,8 +267,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.action = action
         if self.kernels is not None:
             self.kernels.refresh()
-        self._release_scalars()
-        self._drop_recomputed()
+        self._settle_numbers()
         self._born.clear()
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
@@ -311,10 +319,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and count its allocations."""
-        if self._spent:
-            self._release_scalars()
-        if self._recomputed and self._is_after_recomputation():
-            self._drop_recomputed()
+        if self._spent or self._products:
+            self._settle_numbers()
         before = self.total
         if func in _IN_PLACE and backward_id() >= 0 and not torch.is_grad_enabled():
             func = self._as_without_a_mode(func, args[0])
@@ -355,75 +361,50 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._node, self._node_edges = number, () if node is None else _edges(node)
         return self._node_edges
 
-    def _scalar(self, tensor: Tensor, value: float) -> int:
+    def _keep_number(self, func: Any, tensor: Tensor, value: float, product: Tensor) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
 
-        The operation has just run. If it was recorded for a backward, the tensor exists from now on. If it
-        was part of a backward, it used such a tensor, which is freed before the next operation of the
-        backward; its bytes are returned, because the kernel used this tensor instead of making one. In any
-        other forward there is none.
-
-        A forward within a backward is a recomputation. `torch.utils.checkpoint` drops its graph at its end;
-        its reentrant kind runs another backward through it first.
+        The operation has just run. If it was part of a backward, it used such a tensor, whose bytes are returned,
+        because the kernel used this tensor instead of making one. The node frees it afterwards, unless its graph
+        is retained. A graph of the backward itself shares it.
         """
-        key = tensor.shape, value
+        node: Any = backward_node() if backward_id() >= 0 else None
+        number: Number | None = None if node is None else node.metadata.get(_NUMBER)
+        if number is not None and number.value != value:
+            number = None  # the product is not that of the node's formula
+        is_used = number is not None
+        if number is not None and not retains_graph():
+            self._spent.append(node.metadata.pop(_NUMBER))
         if tensor.requires_grad and torch.is_grad_enabled():
-            if backward_id() >= 0:
-                self._recomputed[key] += 1
-                self._recomputed_in = backward_id()
-            elif saves_nothing():
-                self._unsaved_numbers += 1
-            else:
-                self._scalars[key] += 1
-            self._hold_scalars(1)
-        elif backward_id() >= 0 and (kept := self._numbers_of_backward())[key]:
-            kept[key] -= 1
-            self._spent += 1  # freed with its graph node, before the next operation
-            return SCALAR_BYTES
-        return 0
+            changed = product._base if func in _IN_PLACE_PRODUCTS and product._is_view() else product
+            self._products[weakref.ref(changed, self._forget_product)] = number or Number(self, value)  # type: ignore[arg-type]
+        return SCALAR_BYTES if is_used else 0
 
-    def _numbers_of_backward(self) -> Counter[tuple[torch.Size, float]]:
-        """Return the numbers of the graph through which the present backward goes."""
-        return (
-            self._recomputed if self._recomputed and backward_id() != self._recomputed_in else self._scalars
-        )
+    def _forget_product(self, product: weakref.ref[Tensor]) -> None:
+        self._products.pop(product, None)
 
-    def _is_after_recomputation(self) -> bool:
-        """Return whether the backward around a recomputation goes on, or has ended."""
-        return backward_id() < 0 or (backward_id() == self._recomputed_in and not torch.is_grad_enabled())
+    def _settle_numbers(self) -> None:
+        """Free the numbers of the node that has run, and hand those of new products to their nodes."""
+        self._spent.clear()
+        for reference, number in list(self._products.items()):
+            product = reference()
+            node: Any = None if product is None else product.grad_fn
+            if node is not None:
+                node.metadata[_NUMBER] = number
+        self._products.clear()
 
-    def _drop_recomputed(self) -> None:
-        self._hold_scalars(-self._recomputed.total())
-        self._recomputed.clear()
-
-    def _release_scalars(self) -> None:
-        self._hold_scalars(-self._spent)
-        self._spent = 0
-
-    def _hold_scalars(self, number: int) -> None:
-        self.bytes[_ACTIVATIONS] += SCALAR_BYTES * number
-        self.total += SCALAR_BYTES * number
+    def count_number(self, number: Number, change: int) -> None:
+        """Count one number more or less."""
+        self.bytes[_ACTIVATIONS] += SCALAR_BYTES * change
+        self.total += SCALAR_BYTES * change
         if self.total > self._peak:
-            self._reach(self.total, SCALAR_BYTES * number)
-
-    def drop_graph(self) -> None:
-        """Free the numbers that the graph of a forward under `saving_nothing` kept."""
-        self._hold_scalars(-self._unsaved_numbers)
-        self._unsaved_numbers = 0
-
-    def forget_graphs(self) -> None:
-        """Free the numbers of all graphs recorded so far, which were dropped without a backward."""
-        self.drop_graph()
-        self._drop_recomputed()
-        self._hold_scalars(-self._spent - self._scalars.total())
-        self._spent = 0
-        self._scalars.clear()
+            self._reach(self.total, SCALAR_BYTES)
 
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Count an operation's allocations; return the bytes of a number that autograd had kept for it."""
         kept = 0
         if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
-            kept = self._scalar(args[0], args[1])
+            kept = self._keep_number(func, args[0], args[1], out)
         if not isinstance(out, Tensor):
             if not func.is_view and func.namespace != _COLLECTIVES:
                 self._track_all(out)

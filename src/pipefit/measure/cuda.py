@@ -191,12 +191,6 @@ class CudaMeter:
         if tracked is not None:
             self._count(tracked, storage.nbytes())
 
-    def drop_graph(self) -> None:
-        pass
-
-    def forget_graphs(self) -> None:
-        """Do nothing: the allocator has counted the freed memory."""
-
     def _count(self, tracked: Tracked, nbytes: int) -> None:
         """Set the bytes of a storage from now on."""
         if tracked.nbytes or nbytes:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, getclosurevars, signature
 from threading import get_ident
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 from weakref import ref
 
@@ -35,7 +35,7 @@ from pipefit.own_loop.known_values import KnownValues
 from pipefit.own_loop.offloading import on_no_host
 from pipefit.schema.trace import Category
 from pipefit.texts import kind_of
-from pipefit.torch_internals import pytree
+from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.data_parallel import (
     is_sharded,
     local_parts,
@@ -78,13 +78,10 @@ class FakeCopies:
         if id(real) not in self._tensors:
             if self._sharded and is_sharded(real):
                 tensor = with_local_part(real, self.tensor)
-            elif type(real) in _PLAIN:
+            elif type(real) in _PLAIN and real.layout is torch.strided:
                 tensor = self._made(real)
             else:
-                raise UsageError(
-                    f"a tensor of the model is a {type(real).__name__}, which has no dry run yet: apply the plan "
-                    "before the model is quantized"
-                )
+                raise UsageError(f"a tensor of the model {_unusual(real)}")
             if isinstance(real, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=real.requires_grad)
                 for hook in _hooks(real, "_backward_hooks"):
@@ -139,7 +136,7 @@ class FakeCopies:
         if isinstance(value, ref):
             target = value()
             return ref(self.tensor(target)) if isinstance(target, Tensor) else value
-        if type(value) not in (list, tuple, dict, defaultdict, OrderedDict, _CACHED):
+        if type(value) not in (list, tuple, dict, defaultdict, OrderedDict, set, deque, _CACHED):
             return value
         if id(value) in self._containers:
             return self._containers[id(value)][1]
@@ -149,13 +146,27 @@ class FakeCopies:
         if isinstance(value, tuple):
             made: Any = tuple(self.value(item) for item in value)
             return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
-        made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        if isinstance(value, defaultdict):
+            made = defaultdict(value.default_factory)
+        else:
+            made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
         self._containers[id(value)] = value, made
-        if isinstance(value, list):
+        if isinstance(value, (list, deque)):
             made.extend(map(self.value, value))
+        elif isinstance(value, set):
+            made.update(map(self.value, value))
         else:
             made.update((self.value(key), self.value(item)) for key, item in value.items())
         return made
+
+
+def _unusual(tensor: Tensor) -> str:
+    """Return why a tensor of the model has no dry run, and what to do."""
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}, which no dry run counts: keep indices and values as dense tensors"
+    if nn.parameter.is_lazy(tensor):
+        return "has no shape yet, because its module is lazy: run one forward first"
+    return f"is {kind_of(tensor)}, which has no dry run yet: apply the plan before the model is quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +315,7 @@ class Loop:
     def _variables(self) -> list[UsedVariable]:
         """Return the variables of the loop's functions that hold tensors, numbers or containers of them."""
         every = [one for function in self._functions() for one in variables_of(function)]
-        plain = (Tensor, list, tuple, dict, int, float, _CACHED)
+        plain = (Tensor, list, tuple, dict, set, deque, int, float, str, NoneType, _CACHED)
         return [one for one in every if isinstance(one.value, plain) and not one.name.startswith("__")]
 
     def _generators(self, objects: Sequence[Any]) -> list[Any]:
@@ -377,7 +388,8 @@ class Loop:
 
     def _made_batch(self, stand: FakeCopies, meter: Any) -> Any:
         """Return a new fake batch, counted by the meter."""
-        batch = self.batch() if callable(self.batch) else self.batch
+        with without_dispatch_modes():  # a function makes real tensors, whose values decide
+            batch = self.batch() if callable(self.batch) else self.batch
         if isinstance(batch, Mapping):
             batch = dict(batch)
         made = pytree.tree_map_only(

@@ -203,8 +203,7 @@ class _Recorder(PassMeter):  # type: ignore[no-untyped-call]
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._silent:
             return func(*args, **kwargs)
-        if self._spent:
-            self._release_scalars()
+        self._settle_numbers()
         self.before.append(self.total)
         self._peak = self.total
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is not None:

@@ -402,7 +402,6 @@ class LayerMeter:
                 GraphEnds(), [torch.empty_like(value, requires_grad=False) for value in self.like]
             )
             cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
-            self.meter.forget_graphs()
             self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
             self._follow()
             self.meter.watched = frozenset(storage_key(weight) for weight in cast)
@@ -446,16 +445,12 @@ class LayerMeter:
         the measurement.
         """
         with self.meter:
-            result = feedback(self._forward, self.module, self.owner, attributes)
-            self.meter.forget_graphs()
-        return result
+            return feedback(self._forward, self.module, self.owner, attributes)
 
     def changed_by_loss(self, loss: object) -> str:
         """Return what a forward of the loss changes of its own; see the function `changed_by_loss`."""
         with self.meter:
-            result = changed_by_loss(self._forward, loss)
-            self.meter.forget_graphs()
-        return result
+            return changed_by_loss(self._forward, loss)
 
     def _forward(self, graph: GraphEnds | None = None) -> Values:
         """Run a forward, at the start of `graph`."""
@@ -496,7 +491,6 @@ class LayerMeter:
         leave(graph, values)
         graph.root = None
         del values
-        self.meter.forget_graphs()
         return kept
 
     def _refuse_strangers(self, values: Values) -> None:
@@ -517,7 +511,6 @@ class LayerMeter:
         versions = [value._version for value in inputs]
         with saving_nothing():
             self.call(self._enter(GraphEnds(), list(inputs)))
-        self.meter.drop_graph()
         self.changed_inputs = changed_inputs(inputs, versions, self.meter.written)
         return Peak.of(self.meter)
 

@@ -37,6 +37,7 @@ __all__ = [
     "negative_view",
     "pytree",
     "registrations",
+    "retains_graph",
     "run_backward",
     "saved_tensors_hooks_on_top",
     "start_coalescing",
@@ -55,6 +56,7 @@ backward_id = (
 )  # of the backward pass that runs in this thread; -1 if none does
 backward_node = torch._C._current_autograd_node  # that autograd evaluates in this thread, or None
 saved_tensors_hooks_on_top = torch._C._autograd._top_saved_tensors_default_hooks
+retains_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether the present backward does
 storage_uses = torch._C._storage_Use_Count  # references to a storage, by its `_cdata`
 unscale_gradients = torch._amp_foreach_non_finite_check_and_unscale_
 negative_view = torch._neg_view

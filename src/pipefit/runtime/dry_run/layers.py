@@ -28,7 +28,7 @@ from torch import Tensor
 from pipefit.capture import Chain, ChainLayer, Task, constants, module_key, storage_key
 from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.fake_cuda.fingerprint import options
-from pipefit.measure import SCALAR_BYTES, Kernels, Meter, Tracked
+from pipefit.measure import SCALAR_BYTES, Kernels, Meter, Number, Tracked
 from pipefit.memory import StageStorages
 from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
 from pipefit.runtime.engine.stage import StageRunner
@@ -650,8 +650,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         storages = storages_in((args, kwargs))
         owners = {copy for key in storages if (copy := self._own.get(key)) is not None}
         if len(owners) == 1 and self._is_passed(owner := owners.pop()) and owner != self._at_work:
-            if self._spent:
-                self._release_scalars()
+            self._settle_numbers()
             self._pass_on(owner)
         known = (len(self._born), self._peak)
         out = super().operation(func, args, kwargs)
@@ -672,9 +671,11 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
             self._maker[key] = self._at_work
         return super()._track(tensor)
 
-    def _hold_scalars(self, number: int) -> None:
-        self._numbers[self._at_work] += number
-        super()._hold_scalars(number)
+    def count_number(self, number: Number, change: int) -> None:
+        if change > 0:
+            number.execution = self._at_work
+        self._numbers[number.execution] += change
+        super().count_number(number, change)
 
     # ---------------------------------------------------------------- passages
 

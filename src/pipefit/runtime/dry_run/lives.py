@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipefit.capture import storage_key
-from pipefit.measure import SCALAR_BYTES, Kernels, Tracked
+from pipefit.measure import SCALAR_BYTES, Kernels, Number, Tracked
 from pipefit.runtime.dry_run.layers import NEXT_STEP, Copy, Passing, RepeatedMeter, storages_in
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import FORWARDS, MESSAGES, SPLIT_BACKWARD, Action, Kind, parse_action
@@ -338,10 +338,9 @@ class OwningMeter(LivesMeter):  # type: ignore[no-untyped-call]
                 "moved", self._called[tracked], [(before, -tracked.nbytes), (category, tracked.nbytes)]
             )
 
-    def _hold_scalars(self, number: int) -> None:
-        super()._hold_scalars(number)
-        if number:
-            self._tell("numbers", None, [(_ACTIVATIONS, SCALAR_BYTES * number)])
+    def count_number(self, number: Number, change: int) -> None:
+        super().count_number(number, change)
+        self._tell("numbers", None, [(_ACTIVATIONS, SCALAR_BYTES * change)])
 
     def _take(self, level: int, asked: int) -> None:
         super()._take(level, asked)

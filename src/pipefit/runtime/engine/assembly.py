@@ -159,7 +159,6 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         number,
         {n: (stage_storages.start, stage_storages.stop) for n, stage_storages in described.items()},
     )
-    graph_dropped = meter.drop_graph if meter is not None else lambda: None
     runners = {}
     for stage, storages in described.items():
         usual, share = usual_layers(plan, sources[stage], stage), site.share(stage, number)
@@ -172,7 +171,6 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
             storages,
             device=device,
             replica=plan.stages[stage].grid.replica_of(number),
-            graph_dropped=graph_dropped,
             shared=own[stage],
             agreement=agreement,
             share=share,

@@ -89,7 +89,6 @@ class Passes:
         weights: versions of the layers' weights; None if microbatches need none.
         watching: returns a context in which a layer's forward runs.
         agreement: holds the loss scale, if there is one.
-        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
     """
 
     def __init__(
@@ -103,12 +102,11 @@ class Passes:
         watching: Callable[[ChainLayer], AbstractContextManager[object]],
         agreement: Agreement | None,
         device: torch.device,
-        graph_dropped: Callable[[], None],
     ) -> None:
         self.layers, self.storages = layers, storages
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
-        self.device, self._graph_dropped, self._watching = device, graph_dropped, watching
+        self.device, self._watching = device, watching
         self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
         self._shared = _shared(layers, storages.start)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -236,16 +234,10 @@ class Passes:
         with saving_nothing():
             for number in range(piece.first, piece.end):
                 values = self._layer(flight, number, self._enter(GraphEnds(), flight, number, values))
-                values = self._dropped(values)
+                values = _detached(values)
             if self._has_loss(piece.end):
                 values = self._enter(GraphEnds(), flight, self.stop, values)
-                values = self._dropped(self._loss(flight, values, list(piece.targets)))
-        return values
-
-    def _dropped(self, values: Values) -> Values:
-        """Detach `values` from their graph and report that it is dropped."""
-        values = tuple(value.detach() for value in values)
-        self._graph_dropped()
+                values = _detached(self._loss(flight, values, list(piece.targets)))
         return values
 
     def _layer(self, flight: Flight, number: int, values: Values) -> Values:
@@ -280,7 +272,7 @@ class Passes:
         if self._has_loss(end):
             return ()
         if end == self.stop:
-            return tuple(value.detach() for value in values)
+            return _detached(values)
         flight.values = [value.detach() for value in values]
         return ()
 
@@ -377,6 +369,11 @@ class Passes:
         scale = self.agreement.scale if self.agreement is not None else None
         part = flight.weight * (scale.value if scale else 1.0)
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
+
+
+def _detached(values: Values) -> Values:
+    """Detach values from their graph, which nobody needs."""
+    return tuple(value.detach() for value in values)
 
 
 def _shared(layers: Sequence[ChainLayer], start: int) -> list[dict[int, str]]:

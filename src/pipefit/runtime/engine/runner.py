@@ -400,8 +400,6 @@ class DeviceRunner:
         for stage in self.stages.values():
             stage.abandon()
         self.transfers.abandon()
-        if self.meter is not None:
-            self.meter.forget_graphs()
 
     # ---------------------------------------------------------------- one action
 

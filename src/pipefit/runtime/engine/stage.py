@@ -74,7 +74,6 @@ class StageRunner:
         states: offloads and reloads the stage's state; None if no state is offloaded.
         device: its device.
         replica: number of the replica that it trains.
-        graph_dropped: called after the graph of a layer that saved no tensors is dropped.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class StageRunner:
         *,
         device: torch.device,
         replica: int,
-        graph_dropped: Callable[[], None],
         shared: dict[int, nn.Parameter],
         agreement: Agreement | None,
         share: ReplicaShare | None,
@@ -121,7 +119,6 @@ class StageRunner:
             watching=self.gathered.watching,
             agreement=agreement,
             device=device,
-            graph_dropped=graph_dropped,
         )
 
     def layers_of(self, action: Action) -> tuple[int, int]:
