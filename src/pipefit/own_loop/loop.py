@@ -163,10 +163,12 @@ class FakeCopies:
 def _unusual(tensor: Tensor) -> str:
     """Return why a tensor of the model has no dry run, and what to do."""
     if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}, which no dry run counts: keep indices and values as dense tensors"
+        return f"has the layout {tensor.layout}, which a dry run does not count: keep indices and values as dense tensors"
     if nn.parameter.is_lazy(tensor):
-        return "has no shape yet, because its module is lazy: run one forward first"
-    return f"is {kind_of(tensor)}, which has no dry run yet: apply the plan before the model is quantized"
+        return "lacks a shape, because its module is lazy: run one forward first"
+    return (
+        f"is {kind_of(tensor)}, which a dry run does not know: apply the plan before the model is quantized"
+    )
 
 
 @dataclass(frozen=True, slots=True)
