@@ -163,7 +163,9 @@ class FakeCopies:
 def _unusual(tensor: Tensor) -> str:
     """Return why a tensor of the model has no dry run, and what to do."""
     if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}, which a dry run does not count: keep indices and values as dense tensors"
+        return (
+            f"has the layout {tensor.layout}, which a dry run does not count: keep dense indices and values"
+        )
     if nn.parameter.is_lazy(tensor):
         return "lacks a shape, because its module is lazy: run one forward first"
     return (
