@@ -345,6 +345,15 @@ def test_another_machines_kernels_are_not_believed(cache: Path) -> None:
     assert theirs.get("x") == Kernel(operation="x", peak_bytes=1)
 
 
+def test_a_process_reads_a_kernel_once(cache: Path) -> None:
+    """The kernel that one meter has read is known to the next one without the file."""
+    kernel = Kernel(operation="one", peak_bytes=1)
+    Cache(this_machine(1)).add([kernel])
+    for _ in range(2):
+        assert Cache(this_machine(1)).get("one") == kernel
+        Cache(this_machine(1)).path.unlink(missing_ok=True)
+
+
 def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without a home, as in some containers, has no cache: nothing is stored, nothing fails, and no
     folder appears in the working directory.

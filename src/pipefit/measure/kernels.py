@@ -55,21 +55,28 @@ from pipefit.units import format_bytes
 _TABLE = "CREATE TABLE IF NOT EXISTS kernels (machine, operation, kernel, digest, PRIMARY KEY (machine, operation))"
 
 
+_READ: dict[tuple[Path, str], dict[str, Kernel]] = {}  # kernels that were read, by file and machine
+
+
 class Cache:
-    """Known kernels of one kind of machine."""
+    """Known kernels of one kind of machine. A process reads the kernel of an operation once."""
 
     def __init__(self, machine: Machine) -> None:
         self.path = _folder() / "kernels.sqlite"
         self._machine = json.dumps(asdict(machine))
+        self._read = _READ.setdefault((self.path, self._machine), {})
 
     def get(self, operation: str) -> Kernel | None:
         """Return the kernel of an operation; None if it was not measured, or is not as it was written."""
+        if operation in self._read:
+            return self._read[operation]
         query = "SELECT kernel, digest FROM kernels WHERE machine = ? AND operation = ?"
         with suppress(sqlite3.Error, ValueError), closing(self._opened("ro")) as file:
             row = file.execute(query, (self._machine, operation)).fetchone()
             if row is not None and row[1] == self._digest(operation, row[0]):
                 kernel: Kernel = adapter(Kernel).validate_json(row[0], strict=True)
-                return kernel if kernel.peak_bytes is not None else None
+                if kernel.peak_bytes is not None:
+                    return self._read.setdefault(operation, kernel)
         return None
 
     def add(self, kernels: Iterable[Kernel]) -> None:
