@@ -2,7 +2,7 @@
 measurements out of the user's cache.
 
 Tests run in as many processes as there are cores, so each computes with one thread, as pipefit's workers do,
-unless OMP_NUM_THREADS says otherwise.
+unless OMP_NUM_THREADS says otherwise. The process that hands out tests collects none, and imports no torch.
 """
 
 import gc
@@ -15,20 +15,18 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from torch._subclasses import fake_tensor
-
-from pipefit.cli import progress
-from pipefit.runtime.checks import comparison
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-# Property tests draw the same cases every time, without a time limit: none fails by chance, or on a loaded
-# machine. `pytest --hypothesis-profile default` draws others.
+# Property tests draw the same fifty cases every time, without a time limit: none fails by chance, or on a
+# loaded machine. `pytest --hypothesis-profile default` draws others, and twice as many.
 settings.register_profile(
-    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "steady",
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
 
@@ -46,6 +44,8 @@ def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 @pytest.fixture(autouse=True)
 def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off progress lines on stderr, however slow the machine is."""
+    from pipefit.cli import progress
+
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
 
 
@@ -54,6 +54,8 @@ def plans_are_not_compared(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Turn off the trainers' comparison with plain training, here and in workers, unless the test is marked
     `compares_plans`: tests compare themselves, and some have layers that kill a worker.
     """
+    from pipefit.runtime.checks import comparison
+
     is_marked = request.node.get_closest_marker("compares_plans") is not None
     monkeypatch.setenv(comparison.PLANS, "1" if is_marked else "0")
 
@@ -80,12 +82,17 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collectstart() -> None:
     """Seed torch before a module is imported: weights of models made there are the same in every run."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed torch before each test and its fixtures, so that no draw depends on the tests before it."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -109,6 +116,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def fake_modes_without_stacks() -> Iterator[None]:
     """Let fake modes not record where they are made: pytest's deep stacks take longer than small models."""
+    from torch._subclasses import fake_tensor
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             fake_tensor, "traceback", SimpleNamespace(extract_stack=list, format_list=list), raising=False
@@ -128,6 +137,8 @@ def what_was_made_before_stays() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Run kernels on one thread: sums and workspaces do not depend on the number of cores."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
