@@ -83,8 +83,8 @@ def named(page: Path) -> str:
 
 
 def is_slow(line: str) -> bool:
-    """Return whether the comment of a line says that it takes a minute or more."""
-    return "minute" in line.partition("#")[2]
+    """Return whether the comment of a line says that it takes some seconds or minutes."""
+    return re.search("seconds|minute", line.partition("#")[2]) is not None
 
 
 class Ran(NamedTuple):
@@ -188,7 +188,7 @@ def test_the_blocks_of_a_page_run(
 def test_the_slow_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Lines that take a minute or more, by their own words, run: the demo, a fit, a refusal and a plan."""
+    """Lines that take seconds or minutes, by their own words, run: the demo, a fit, a refusal and a plan."""
     monkeypatch.chdir(tmp_path)
     blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
     shell = [(line, "") for language, block in blocks if language == "sh" for line in block.splitlines()]

@@ -130,7 +130,7 @@ def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytes
         assert load("plan.json", Plan).profile.assumptions.target == expected
 
 
-@pytest.mark.parametrize("grow", ["devices --planner exact", "memory --step 1KiB"])
+@pytest.mark.parametrize("grow", ["devices --planner exact", "memory --step 1KiB --planner exact"])
 def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The smallest value fits, and one step less does not."""
     line = f"fit {MODEL} --cluster emulated:2x36KiB --microbatches 2 --tensor 1 --no-certify --json --grow {grow}"

@@ -7,19 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import accelerate
 import pytest
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import HfArgumentParser, TrainingArguments
 
 from export.test_other_tools import on_grids
 from pipefit.cli import main
@@ -87,8 +82,13 @@ def environment() -> Iterator[None]:
         yield
 
 
-def trainer(plan: Plan, folder: Path) -> tuple[TrainingArguments, Any]:
+def trainer(plan: Plan, folder: Path) -> tuple[Any, Any]:
     """Return what transformers reads, and what `pipefit fit` reads."""
+    from transformers import (  # two seconds, in every process that collects
+        HfArgumentParser,
+        TrainingArguments,
+    )
+
     file = folder / "arguments.json"
     file.write_text(trainer_arguments(plan))
     values = json.loads(file.read_text()) | {"output_dir": str(folder), "use_cpu": True}
@@ -175,7 +175,7 @@ def test_activations_go_where_a_trainer_can_send_them(tmp_path: Path) -> None:
         accelerate_config(plan)
     both = replace(plan, decisions=(RECOMPUTED, SAVED))
     assert "#   accelerate 1.15 or newer, which offloads" in accelerate_config(both)
-    if accelerate.__version__ >= "1.15":
+    if version("accelerate") >= "1.15":
         assert accelerated(both, tmp_path)["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "true"
     with pytest.raises(UsageError, match="Trainer with FSDP2 does not support offloaded tensors"):
         trainer_arguments(both)
@@ -183,6 +183,9 @@ def test_activations_go_where_a_trainer_can_send_them(tmp_path: Path) -> None:
 
 def accelerated(plan: Plan, folder: Path) -> dict[str, str]:
     """Return the environment that `accelerate launch` gives its processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
     file = folder / "accelerate.yaml"
     file.write_text(accelerate_config(plan))
     args = launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
@@ -195,6 +198,8 @@ def accelerated(plan: Plan, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("precision", ["float32", "mixed-bfloat16", "master-bfloat16"])
 def test_accelerate_launches_the_plans_fsdp(shard: Sharding, precision: str, tmp_path: Path) -> None:
     """The plugin that its processes build from the environment divides and recomputes as planned."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
     plan = whole(2, shard, precision, clip_norm=0.5, decisions=(RECOMPUTED,))
     os.environ |= accelerated(plan, tmp_path)
     plugin = FullyShardedDataParallelPlugin()
@@ -210,6 +215,8 @@ def test_accelerate_launches_the_plans_fsdp(shard: Sharding, precision: str, tmp
 
 def test_accelerate_has_tensor_shards_beside_fsdp(tmp_path: Path) -> None:
     """Its parallelism configuration has divided replicas and shards; other trainers have no shards."""
+    from accelerate.utils import ParallelismConfig
+
     plan = whole(2, "parameters", tensor=2)
     os.environ |= accelerated(plan, tmp_path)
     found = ParallelismConfig()
@@ -224,6 +231,8 @@ def test_accelerate_has_tensor_shards_beside_fsdp(tmp_path: Path) -> None:
 
 def test_accelerate_offloads_with_deepspeed(tmp_path: Path) -> None:
     """Its configuration has ZeRO's stage, what is on the host, and the accumulation that DeepSpeed does itself."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
     (tmp_path / "accelerate.yaml").write_text(
         accelerate_config(whole(1, precision="master-bfloat16", decisions=(UPDATED, RECOMPUTED)))
     )

@@ -88,6 +88,7 @@ class ByCount(Experts):
 
 
 @pytest.mark.filterwarnings("ignore:peaks do not include")
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("how", SELECTING)
 def test_selections_are_counted_with_everything_selected(how: str, recompute: Recompute) -> None:

@@ -124,7 +124,7 @@ HAND_WRITTEN = {
 
 def of(task: Task, size: int = 2, device: str = "") -> Fingerprint:
     """Return the fingerprint as in a profile, or of the chain on a real device, as in a trainer."""
-    made = profile(task, microbatch_size=size)
+    made = profile_of(task, size)
     if not device:
         return made.fingerprint
     like = sample(task, size)
@@ -150,7 +150,7 @@ def test_it_is_the_same_for_every_size_and_device(name: str) -> None:
     agree if the microbatch size does.
     """
     task = HAND_WRITTEN.get(name) or gallery.task(name)
-    made = profile(task, microbatch_size=2)
+    made = profile_of(task, 2)
     assert profile(task, microbatch_size=4).fingerprint == made.fingerprint
     like = sample(task, 2)
     real = whole(task, capture(replace(task, module=in_mode(task.build(), True)), *like), made)
@@ -414,7 +414,7 @@ SAME = {
 def test_what_no_cost_depends_on_is_left_out(task: Task) -> None:
     """Learning rate, weights, scheduler and name change neither the fingerprint nor the costs."""
     assert of(task) == of(BASE)
-    assert profile(task, microbatch_size=2).measurements == profile(BASE, microbatch_size=2).measurements
+    assert profile_of(task, 2).measurements == profile_of(BASE, 2).measurements
 
 
 def test_tasks_of_one_fingerprint_cost_the_same() -> None:

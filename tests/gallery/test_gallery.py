@@ -73,7 +73,7 @@ def plainly(found: Prepared, plan: Plan) -> list[Step]:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @of_every_model
 def test_numbers_are_those_of_a_plain_loop(name: str) -> None:
     """Every loss, gradient, parameter and buffer in each of three steps is the plain loop's: to the bit,
@@ -118,7 +118,7 @@ def test_the_page_shows_every_model() -> None:
     assert render(counts_in(text)) == text
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @of_every_model
 def test_the_page_counts_the_layers(name: str) -> None:
     """A model has the blocks and layers of the page."""

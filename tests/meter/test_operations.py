@@ -118,7 +118,7 @@ CASES = [(name, 1) for name in OPERATIONS] + [
 ]
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) -> None:
     """The meter equals the allocator to the byte, call by call and in total, over real and fake tensors, on

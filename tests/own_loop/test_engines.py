@@ -121,7 +121,7 @@ def test_bytes_of_engines_are_certified(engine: str, ranks: str) -> None:
     assert max(peaks) <= plan.budget_bytes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("engine", sampled(ENGINES, often={"sharded"}))
 def test_engines_train_the_same_numbers(engine: str) -> None:

@@ -19,7 +19,7 @@ from support.synthetic_models import devices, plain, profile, training
 from support.training_run_profiles import GPIPE, with_runs
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_no_split_has_a_lower_estimate(seed: int) -> None:
     """No split has a lower estimate, comparing peaks in descending order; the plan reports the estimate and

@@ -114,7 +114,8 @@ def test_it_is_never_slower_with_more_layers(seed: int) -> None:
     never_slower(seed, 4 + seed % 2)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", [2, 5, 1])
 def test_near_a_plan_its_own_arrangement_is_planned_again(seed: int) -> None:
     """With less memory, the plan near another is as fast as with all of its choices pinned, and keeps its bound."""
     rng = Random(seed)
@@ -133,7 +134,7 @@ def test_near_a_plan_its_own_arrangement_is_planned_again(seed: int) -> None:
 
 def test_what_is_pinned_stays() -> None:
     """Schedule, stages, microbatches and their size can each be pinned while the others are chosen."""
-    profiles, on = sized(Random(0), 4), cluster([1 << 20] * 3, host_rate=1.0, peer_rate=1.0)
+    profiles, on = sized(Random(0), 4), cluster([1 << 20] * 2, host_rate=1.0, peer_rate=1.0)
     assert plan(profiles, on, batch_size=BATCH, schedule="gpipe").training.schedule == "gpipe"
     assert len(plan(profiles, on, batch_size=BATCH, stages=2).stages) == 2
     assert plan(profiles, on, batch_size=BATCH, microbatches=2).training.microbatch_size == 2
@@ -235,7 +236,7 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
     """Alternatives include the fewest devices that fit and the leanest plan, with simulated peaks and
     seconds.
     """
-    profiles = sized(Random(3), 6)
+    profiles = sized(Random(3), 4)
     most = plan(profiles(1), devices(*[AMPLE] * 4), batch_size=BATCH, objective="peak", stages=2).prediction
     assert most
     on = cluster([max(most.peak_bytes) * 5 // 4] * 4, host_rate=5.0, peer_rate=5.0)

@@ -73,14 +73,14 @@ def check(seed: int, schedule: str | None = None) -> None:
     assert made.prediction.peak_bytes == Simulation(made).peak_bytes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
     """No choice of cuts, replicas, divided state and devices of several sizes has a lower peak."""
     check(seed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_no_plan_has_a_lower_peak_under_schedules_without_end(schedule: str, seed: int) -> None:
@@ -250,7 +250,7 @@ def test_there_have_to_be_replicas_that_divide() -> None:
             )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,7 @@ def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
     assert found.prediction == best.prediction
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     """With small integer costs, so that peaks tie in every column, the split is the same down to the
@@ -78,7 +78,7 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     assert found.stages == best.stages
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", seeds(50, of=100))
 def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     """Devices of two or three sizes, in any order, some of them unused, give the same stages and devices."""
@@ -91,7 +91,7 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     assert found.stages == best.stages
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", seeds(20, of=60))
 def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int) -> None:
     """The highest peak is that of the best of all splits, and proven if the plan says so."""
@@ -104,7 +104,7 @@ def test_exact_is_exhaustive_where_blocks_are_recomputed_by_themselves(seed: int
     assert found.provenance.bound == found.provenance.value
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
@@ -124,7 +124,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: int) -> None:
     """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
@@ -136,7 +136,7 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     assert found.stages == best.stages
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     """Layers of one block stay on one stage, with any saved and aliased storages; the oracle is the account
@@ -203,7 +203,7 @@ def fullest(plan: Plan) -> float:
     return max(peak / budget for peak, budget in zip(peaks(plan), plan.cluster.budgets, strict=True))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", seeds(20, of=30))
 def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
     """Predicted peaks match the simulator to the byte, on every device, over two steps, under any schedule
@@ -239,7 +239,7 @@ def test_one_device_holds_everything() -> None:
     assert plan.split == (9,)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("planner", ["exact", "uniform", "time", "joint"])
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", range(4))

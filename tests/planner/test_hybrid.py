@@ -96,7 +96,7 @@ def check(seed: int) -> None:
     assert found.prediction and found.prediction.peak_bytes == peaks
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_plan_has_a_lower_peak(seed: int) -> None:
     """No choice of cuts, stages, replicas and devices of several sizes has a lower peak, and the simulator

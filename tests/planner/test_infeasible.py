@@ -252,6 +252,7 @@ def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
     refusal(chain, cluster(each - 1), how)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", [2, 3])
 def test_more_devices_are_considered_for_requested_ranks(tensor: int) -> None:
     """With a number of tensor-parallel ranks too, a refusal names the fullest device and the memory that would fit."""

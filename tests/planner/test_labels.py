@@ -83,7 +83,7 @@ def made_of(asked: Question, found: Hybrid) -> Plan:
     return written(asked.profile, asked.cluster, asked.training, found.split.edges, degrees)
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("long")
 def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
@@ -102,7 +102,7 @@ def test_a_plan_takes_what_is_said_and_few_are_faster(seed: int) -> None:
     assert line(made) <= 1.1 * best
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("long")
 def test_what_is_found_fits(seed: int) -> None:
@@ -128,7 +128,7 @@ def fits(made: Plan) -> bool:
     return all(peak <= budget for peak, budget in zip(peaks, made.cluster.budgets, strict=True))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_takes_less_than_the_least(seed: int, schedule: str) -> None:

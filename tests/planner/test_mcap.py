@@ -16,7 +16,7 @@ from support.synthetic_models import devices, plain, profile
 from support.training_run_profiles import GPIPE, with_runs
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
     """Two searches that share only the costs agree, down to the tie-break; the value is the

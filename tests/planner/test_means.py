@@ -114,11 +114,10 @@ def test_whole_blocks_are_recomputed_as_such() -> None:
 def test_without_ahead_all_comes_back_just_in_time() -> None:
     """No decision of a plan is ahead unless that is allowed; then some are."""
     ahead = {True: set(), False: set()}
-    for seed in (7, 8):
-        case = random_case(Random(seed), ("1f1b",), layers=4)
-        for allowed, found in ahead.items():
-            made = planned(case, Means(ahead=allowed), allow_infeasible=True)
-            found.update(decision.ahead for decision in made.decisions)
+    case = random_case(Random(7), ("1f1b",), layers=4)
+    for allowed, found in ahead.items():
+        made = planned(case, Means(ahead=allowed), allow_infeasible=True)
+        found.update(decision.ahead for decision in made.decisions)
     assert ahead[False] == {0} < ahead[True]
 
 

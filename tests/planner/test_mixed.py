@@ -63,7 +63,7 @@ def peak(one: Plan) -> int:
     return max(Simulation(one).peak_bytes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_stages_run_again_where_nothing_fits_that_keeps_all(seed: int) -> None:
     """With memory between full storage and full recomputation, a plan is found if one exists, fits, and is

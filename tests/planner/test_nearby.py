@@ -57,7 +57,7 @@ def moved(made: Plan) -> Iterator[Plan]:
                 yield replace(made, stages=tuple(stages))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int) -> None:
     """No neighbour is faster, though estimates leave messages out."""
@@ -156,7 +156,7 @@ def test_no_plan_of_equal_degrees_is_faster_whatever_its_replicas_divide(seed: i
             assert best.seconds <= found.step_seconds[-1] * (1 + 1e-9)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_step_is_shorter_than_its_lower_bound(seed: int) -> None:
     """Passes and collectives bound the steps of plans that divide state in any number of buckets, on slow

@@ -51,7 +51,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("planner", "case"), sampled(EVERY, often=OFTEN))
 def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     planner: str, case: str, monkeypatch: pytest.MonkeyPatch

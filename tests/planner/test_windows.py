@@ -26,7 +26,7 @@ def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", seeds(12, of=40))
 def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: str) -> None:
@@ -43,7 +43,7 @@ def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: 
             assert window.narrowest <= stop - start <= window.widest
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
     """A layer that fits only a late 1F1B stage, without spare memory, does not end the search early."""

@@ -17,7 +17,7 @@ from pipefit.recipes.answers import task_of
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load_cluster
 from pipefit.tables import plain
-from pipefit.units import MIB
+from pipefit.units import KIB
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -25,7 +25,7 @@ LLAMA = {
 }  # fmt: skip
 FILE = {
     "sequence_len": 64,
-    "micro_batch_size": 4,
+    "micro_batch_size": 2,
     "gradient_accumulation_steps": 1,
     "bf16": True,
     "optimizer": "adamw_torch",
@@ -68,9 +68,9 @@ def test_a_file_is_the_plan_that_its_trainer_runs(file: Path) -> None:
     """Two replicas, by a plan of the same options; and a dry run of it has the same peak."""
     found = answered(file, 2)
     task = task_of(read(str(file)))
-    profile = pipefit.profile(task, microbatch_size=(8, 4))
+    profile = pipefit.profile(task, microbatch_size=(4, 2))
     plan = pipefit.plan(
-        profile, devices(2, 1024), batch_size=8, microbatches=1, planner="uniform", stages=1, data=2
+        profile, devices(2, 1024), batch_size=4, microbatches=1, planner="uniform", stages=1, data=2
     )
     assert found.written.fits and not found.changed
     assert plan.prediction is not None
@@ -85,9 +85,11 @@ def test_lines_of_an_answer_written_into_the_file_make_it_fit(file: Path) -> Non
     The fastest come first; each slower one needs less memory, and what is not shown is beaten by one that is.
     """
     whole = answered(file, 2).written
-    cluster = devices(2, int(0.6 * whole.need_bytes / MIB))
+    cluster = load_cluster(f"emulated:2x{int(0.8 * whole.need_bytes / KIB)}KiB")
     found = answer(read(str(file)), cluster)
     assert not found.written.fits and found.fitting
+    needs = [one.need_bytes for one in found.fitting]
+    assert len(needs) > 1 and needs == sorted(needs, reverse=True)
     for one in found.changed:
         shown = one in found.fitting or not one.fits
         assert shown or any(

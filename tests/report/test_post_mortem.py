@@ -85,7 +85,7 @@ def test_the_moment_is_the_one_allocation_that_did_not_fit(place: int) -> None:
     assert whole.total_bytes >= found.moment.total_bytes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", range(3))
 def test_layers_hold_what_the_device_holds_as_the_action_begins(place: int) -> None:
     """Parameters, gradients and optimizer state of all layers equal the meter's counts at that moment."""

@@ -142,7 +142,7 @@ def simulated(plan: Plan) -> tuple[dict[str, list[Span]], dict[str, float], floa
     return copies, computed, trace.step_seconds[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_copies_on_streams_begin_and_end_as_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a random plan, each copy of the first step, striped or not, and the step itself begin and end as

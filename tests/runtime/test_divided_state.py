@@ -129,6 +129,7 @@ def test_simulator_dry_run_meter_and_allocator_agree(
         assert found.simulated == found.dry
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_state_before_the_first_step_is_divided_too(shard: Sharding) -> None:
     """Adagrad has its state before any step: all four accounts agree on every device in the first step too."""

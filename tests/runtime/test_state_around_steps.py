@@ -20,7 +20,7 @@ from support.offloaded_state import EACH, assert_same, one_stage, task_named
 from support.small_tasks import batch_of
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EACH
 def test_a_step_that_is_skipped_leaves_everything_as_it_was(decisions: tuple[Decision, ...]) -> None:
     """A step skipped for overflowing gradients updates nothing: moved state returns to its place, and
@@ -37,7 +37,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was(decisions: tuple[Dec
     assert skipped[0] and not all(skipped)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @EACH
 def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(
     decisions: tuple[Decision, ...],
@@ -53,7 +53,7 @@ def test_smaller_batches_accumulation_and_evaluation_work_while_state_is_away(
         assert_same(one.state, other.state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EACH
 def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> None:
     """State moves in both directions between plans with and without moved state."""
@@ -73,7 +73,7 @@ def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> 
     assert_same(third.state, whole.state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EACH
 def test_training_goes_on_from_a_checkpoint_whatever_is_away(
     decisions: tuple[Decision, ...], tmp_path: Path

@@ -86,7 +86,7 @@ def test_more_plans_that_move_state_are_as_foretold(kind: str, seed: int) -> Non
     assert_as_foretold(kind, seed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EACH
 def test_the_allocator_sees_what_state_leaves_and_comes_back(decisions: tuple[Decision, ...]) -> None:
     """The allocator's events have the peaks of the dry run: offloaded state takes no device memory."""

@@ -116,7 +116,7 @@ def test_endless_schedules_on_streams_train_what_threads_do(
     assert_same(one.state, other.state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @EACH
 def test_a_state_that_is_loaded_replaces_what_is_under_way(
     machine: Machine, decisions: tuple[Decision, ...]

@@ -137,6 +137,7 @@ class Held(nn.Module):
         return x.add_(1.0), held[None] if self.view else held
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("buffer", [False, True], ids=["parameter", "buffer"])
 @pytest.mark.parametrize("view", [False, True], ids=["itself", "view"])
 @pytest.mark.parametrize("schedule", ["1f1b", "torchgpipe"])

@@ -285,7 +285,7 @@ def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_done_does_not_depend_on_where_steps_end(schedule: str, seed: int) -> None:

@@ -133,7 +133,7 @@ def test_random_degrees_make_programs_that_end(seed: int) -> None:
     assert len(program.actions) == sum(degrees)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_steps_of_random_degrees_without_end_fit_together(schedule: str, seed: int) -> None:

@@ -64,7 +64,7 @@ def case(seed: int) -> Plan:
     return any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", seeds(70, of=200))
 def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     """Simulator and account agree on every device, over two steps, for layers and training of any kind."""
@@ -72,7 +72,7 @@ def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(60, of=200))
 def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> None:
     """One stage of random layers on two to four replicas agrees sample by sample: divided optimizer state,
@@ -108,7 +108,7 @@ def test_replicas_that_divide_state_cost_what_the_account_says(seed: int) -> Non
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(40, of=150))
 def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: int) -> None:
     """Recomputed runs inside stages, for some microbatches, early or just in time, cost as in the account."""
@@ -138,7 +138,7 @@ def test_values_in_one_storage_have_copies_apart() -> None:
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None:
     """Stages that alternate between two devices cost as in the account."""
@@ -150,7 +150,7 @@ def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(35, of=100))
 def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
     """Every action's highest bytes and their categories are the account's; an action without a sample changes
@@ -160,7 +160,7 @@ def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(35, of=120))
 def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
     """Forwards and backwards in pieces, with saved tensors offloaded and reloaded at any legal moment, cost
@@ -189,7 +189,7 @@ def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
         assert in_parts == whole
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_step_leaves_what_it_found(seed: int) -> None:
     """By the account, after its first step, which allocates optimizer state, a device is as full as before a
@@ -225,7 +225,7 @@ def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) 
         assert last == one_more, "later steps differ after all"
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("schedule", ENDLESS)
 @pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int) -> None:

@@ -29,7 +29,7 @@ def level_before(simulation: Simulation, device: int, step: int, action: str) ->
     return level[0], level[1], level[2], level[3]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_add_up_to_what_the_device_holds(seed: int) -> None:
     """Summed over all layers, each category equals the simulator's when the peak action begins."""

@@ -20,7 +20,7 @@ from support.small_tasks import profile_of, task_of
 ahead = pytest.mark.skipif(
     not receives_ahead(), reason="torch since 2.15 has no receive buffers between steps"
 )
-MICROBATCHES = {"batch_size": 256, "microbatches": 32}
+MICROBATCHES = {"batch_size": 128, "microbatches": 16}
 
 
 def deep() -> pipefit.Task:
@@ -41,9 +41,9 @@ def test_budgets_are_kept_on_torch_engine(tmp_path: Path, capsys: pytest.Capture
     ours = pipefit.plan(profile_of(task, 8), cluster, **MICROBATCHES)
     save(profile_of(task, 8), tmp_path / "profile.json")
     command = ["plan", str(tmp_path / "profile.json"), "--cluster", "emulated:3x650KiB", "--engine", "torch"]
-    assert main([*command, "--batch-size", "256", "--microbatches", "32", "-o", str(file)]) == 0
+    assert main([*command, "--batch-size", "128", "--microbatches", "16", "-o", str(file)]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "torch's engine holds 256.00 KiB of receive buffers on device" in told
+    assert "torch's engine holds 128.00 KiB of receive buffers on device" in told
     assert "Planned again, because on torch's engine device" in told
     for plan, keeps in ((ours, False), (load(file, Plan), True)):
         peaks = [device.peak_bytes for device in pipefit.certify_pipeline(task, plan).devices]
@@ -54,7 +54,7 @@ def test_budgets_are_kept_on_torch_engine(tmp_path: Path, capsys: pytest.Capture
 @ahead
 def test_no_plan_is_found() -> None:
     """The message names the device, the receive buffers and the ways out; it does not claim impossibility."""
-    cluster = pipefit.load_cluster("emulated:3x600KiB")
+    cluster = pipefit.load_cluster("emulated:3x450KiB")
     said = r"receive buffers on device \d\. No plan was found that fits there.*fewer microbatches"
     with pytest.raises(InfeasibleError, match=said):
         pipefit.plan(profile_of(deep(), 8), cluster, engine="torch", **MICROBATCHES)

@@ -91,7 +91,7 @@ def train_step(task: Task, chain: nn.Module, size: int = 3) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @every_name
 def test_describing_allocates_nothing(name: str) -> None:
     """Describing a model of default size runs no torch operation; calling its module does."""
@@ -103,7 +103,7 @@ def test_describing_allocates_nothing(name: str) -> None:
     assert counter.count > 0
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @every_name
 def test_built_on_a_device_context(name: str) -> None:
     """Under `torch.device("meta")` every parameter and buffer of the default size is on that device."""
@@ -204,7 +204,7 @@ def _copy(values: Any) -> Any:
     return tuple(value.clone() for value in values) if isinstance(values, tuple) else values.clone()
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @every_small
 def test_any_split_computes_the_same(case: str) -> None:
     """Cut anywhere, with the crossing values passed as a tensor or tuple, the output is the whole chain's."""

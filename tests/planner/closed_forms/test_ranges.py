@@ -38,7 +38,7 @@ def assert_band_is_the_account(
             assert {name: int(getattr(band, name)[row, column]) for name in expected} == expected
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", seeds(70, of=120))
 def test_every_range_costs_what_the_account_of_it_says(seed: int) -> None:
     """All fields of a full band match the account, for layers with every kind of sharing and aliasing."""
@@ -46,7 +46,7 @@ def test_every_range_costs_what_the_account_of_it_says(seed: int) -> None:
     assert_band_is_the_account(hostile(Random(seed), count), count, 0, count - 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_remembered_of_a_measurement_holds_for_any_number_of_microbatches(seed: int) -> None:
     """Ranges cached for a step of three microbatches are right for one of seven, too."""
@@ -110,7 +110,7 @@ def test_a_storage_that_is_still_needed_is_not_released() -> None:
     )  # the loss's saved tensors are freed, its gradient remains
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_part_of_a_band_is_that_part(seed: int) -> None:
     """A band of any width over any starts holds the same numbers, though storages cross its edges."""

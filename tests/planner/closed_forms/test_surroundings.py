@@ -45,7 +45,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
     return found
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", seeds(90, of=150))
 def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     """Closed forms and simulator agree to the byte for every split, training and recomputation."""
@@ -56,7 +56,7 @@ def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", [95, 193, 291, *seeds(60, of=1000)])
 def test_stages_recomputed_block_by_block_need_no_less_than_the_closed_form_says(seed: int) -> None:
     """Closed forms never exceed the simulator; for plain layers on one device they are equal."""
