@@ -21,6 +21,9 @@ from pipefit.torch_internals.fake_tensors import FakeTensor
 _MOST_ELEMENTS = 2**22  # of a tensor with values: longer ones, such as masks of long sequences, have none
 _BY_VALUE = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _UNFILLED = "empty", "new_empty", "resize"  # beginnings of functions whose results have any values
+_FILLING = frozenset(
+    (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+)
 _INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default))
 
 
@@ -41,9 +44,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, (Tensor, UntypedStorage))]
-        if not _is_repeatable(func) or any(self._value(tensor) is None for tensor in tensors):
+        unknown = [tensor for tensor in tensors if self._value(tensor) is None]
+        if not _is_repeatable(func) or unknown:
             self._forget(func, args, kwargs)
-            return func(*self._selecting(func, args), **kwargs)
+            made = func(*self._selecting(func, args), **kwargs)
+            if func in _FILLING and [id(tensor) for tensor in unknown] == [id(made)] and _is_whole(made):
+                with without_dispatch_modes():
+                    self._values[made] = _like(made, torch.device("cpu"))
+                self._computed(func, args, kwargs)  # which fills it
+            return made
         if _BY_VALUE.intersection(func.tags):
             return self._found(self._computed(func, args, kwargs), tensors[0].device)
         made = func(*args, **kwargs)
@@ -78,7 +87,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _found(self, real: Any, device: torch.device) -> Any:
         """Return what a function found in known values: a number, or fake tensors as long as the real ones."""
-        made = pytree.tree_map_only(Tensor, functools.partial(_fake_like, device), real)
+        made = pytree.tree_map_only(Tensor, lambda tensor: _like(tensor, device), real)
         self._know_all(made, real)
         return made
 
@@ -100,13 +109,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the values of storages that a function writes to."""
         arguments = kwargs | dict(enumerate(args))
-        targets = [arguments.get(key) for key in _written(func)]
-        written = [self._values.get(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
-        storages = {value.untyped_storage()._cdata for value in written if value is not None}
-        if storages:
-            for fake, value in list(self._values.items()):
-                if value.untyped_storage()._cdata in storages:
-                    del self._values[fake]
+        targets = pytree.tree_leaves([arguments.get(key) for key in _written(func)])
+        written = [leaf for leaf in targets if isinstance(leaf, FakeTensor) and _is_kept(leaf)]
+        storages = {fake.untyped_storage()._cdata for fake in written}
+        for fake in list(self._values) if storages else ():
+            if fake.untyped_storage()._cdata in storages:
+                del self._values[fake]
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -114,8 +122,13 @@ def _is_kept(tensor: Tensor) -> bool:
     return whole and tensor.layout is torch.strided and tensor.numel() <= _MOST_ELEMENTS
 
 
-def _fake_like(device: torch.device, real: Tensor) -> Tensor:
-    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor of whole numbers is all of its storage."""
+    return _is_kept(tensor) and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @functools.cache
