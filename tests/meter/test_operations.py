@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -180,6 +180,10 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "summed in Python": lambda x: Sums.apply(x * 2) * 3,
     "recomputed": lambda x: (
         checkpoint(lambda y: y.sin() * y.cos(), x, use_reentrant=False, preserve_rng_state=False) + x.exp()
+    ),
+    "a bias": lambda x: x.sum() + nn.Linear(64, 512)(x.view(4, 16, 64).transpose(0, 1)).detach().sum(),
+    "a bias in Python": lambda x: (
+        x.sum() + ((x.view(4, 16, 64).transpose(0, 1) @ torch.ones(64, 512)) + torch.ones(512)).detach().sum()
     ),
     "an excited channel": lambda x: x * torch.sigmoid(x.mean(1, keepdim=True)),
 }

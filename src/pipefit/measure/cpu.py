@@ -84,8 +84,12 @@ _IN_PLACE = {
 # tensor's references whether Python code, such as a hook, keeps it. So the meter does it only for gradients that a
 # node of torch's own made for the very value that they are gradients of. Others count one tensor more.
 
-_SUM = _aten.add.Tensor
-_DISPATCHING = "_called_by_autograd", "_sums_in_place", "operation", "__torch_dispatch__"
+# `nn.Linear` adds its bias in place, too, to the product of an input that is not contiguous. A meter does so on a view
+# of the product, because autograd expects another tensor.
+
+_SUM, _ADD = _aten.add.Tensor, _aten.add_.Tensor
+_LINEAR = torch.nn.Linear.forward.__code__
+_DISPATCHING = "_caller", "_sums_in_place", "_adds_bias", "operation", "__torch_dispatch__"
 
 
 Edge = tuple[int, int]  # a node, by its number or its parameter, and the number of its input
@@ -122,12 +126,12 @@ def _uses_of_autograd() -> Uses | None:
     return uses
 
 
-def _called_by_autograd() -> bool:
-    """Return whether autograd itself runs the present operation, not Python code such as a hook."""
+def _caller() -> Any:
+    """Return the code of the Python function that runs the present operation; None if a thread of autograd does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name in _DISPATCHING:
         frame = frame.f_back
-    return frame is None or frame.f_code is run_backward.__code__
+    return None if frame is None else frame.f_code
 
 
 def _edges(node: Any) -> tuple[Edge, ...]:
@@ -325,7 +329,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _IN_PLACE and backward_id() >= 0 and not torch.is_grad_enabled():
             func = self._as_without_a_mode(func, args[0])
         elif func is _SUM and not kwargs and backward_id() >= 0 and not torch.is_grad_enabled():
-            func = _aten.add_.Tensor if self._sums_in_place(args[0]) else func
+            func = _ADD if self._sums_in_place(args[0]) else func
+        elif func is _SUM and not kwargs and self._adds_bias(args[0]):
+            func, args = _ADD, (_aten.alias.default(args[0]), args[1])
         out = func(*args, **kwargs)
         known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
         if known is not None:
@@ -346,12 +352,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sums_in_place(self, gradient: Tensor) -> bool:
         """Return whether autograd would add to this gradient in place without a dispatch mode."""
         tracked = self._live.get(gradient.untyped_storage()._cdata)
-        if tracked is None or not _called_by_autograd():
+        if tracked is None or _caller() not in (None, run_backward.__code__):  # but a hook, for example
             return False
         edges = self._edges()
         repeated = {edge for edge in edges if edges.count(edge) > 1}
         common = repeated if tracked.edges is edges else set(edges).intersection(tracked.edges)
         return bool(common) and _is_dense(gradient) and _uses(gradient) == self._uses_of_autograd
+
+    def _adds_bias(self, product: Tensor) -> bool:
+        """Return whether a linear layer adds its bias to the product that it has just made."""
+        newest = self._born[-1].key if self._born else None
+        return product.untyped_storage()._cdata == newest and _caller() is _LINEAR
 
     def _edges(self) -> tuple[Edge, ...]:
         """Return the values whose gradients the present node of a backward makes; none for Python code."""
