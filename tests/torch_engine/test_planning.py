@@ -91,3 +91,12 @@ def test_replicas_divide_gradients_if_nothing_else_fits() -> None:
         pipefit.simulate(plan, engine="torch")
     with pytest.raises(InfeasibleError):
         pipefit.plan(task, cluster, shard="optimizer", **question)
+
+
+def test_replicas_divide_a_layer_that_none_can_own() -> None:
+    """FSDP2 divides a layer that is larger than all others, which replicas of whole layers assign to one of them."""
+    task = task_of(lambda: [nn.Linear(64, 1024), nn.Linear(1024, 8)], inputs=64, outputs=8, optimizer=Adam)
+    question = {"stages": 1, "data": 2, "batch_size": 16, "microbatch_size": 8, "recompute": "never"}
+    plan = pipefit.plan(task, "emulated:2x1500KiB", engine="torch", **question)
+    assert plan.stages[0].grid.divides_gradients
+    assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= 1500 << 10

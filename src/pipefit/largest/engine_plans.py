@@ -3,11 +3,14 @@
 That engine holds more than pipefit's own runtime: receive buffers for all microbatches, the batch, outputs until
 their backward, and sent tensors. Planners know the own runtime's bytes, and the ledger those of torch's engine. If the
 fastest plan exceeds a budget there, a bisection finds how much memory must be reserved for a plan that does not.
+
+Replicas that divide gradients or parameters may need less there than in the own runtime, which assigns whole layers:
+FSDP2 divides every layer. If the own runtime has no such plan, plans for devices with more memory are run dry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,6 +26,7 @@ from pipefit.texts import counted
 from pipefit.units import format_bytes
 
 ROUNDS = 5  # plans of the bisection
+MORE = 0.125, 0.25, 0.5, 1.0  # additional memory of a device, as parts of its own
 
 Make = Callable[[Cluster, PlanOptions], Plan]
 Peaks = Callable[[Plan], Sequence[int]]
@@ -64,7 +68,15 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
 def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None) -> Plan:
     """Return a plan with these options that fits on torch's engine; the errors are those of `plan_for_torch`."""
     trials = _Trials(cluster, asked, make, dry)
-    first = trials.plan(0)
+    try:
+        first = trials.plan(0)
+    except InfeasibleError:
+        if dry is None or asked.shard not in ("gradients", "parameters"):
+            raise
+        divided = next(filter(trials.fits, trials.with_more_memory()), None)
+        if divided is None:
+            raise
+        return _told(divided, f"{_OWNERS}.")
     if trials.fits(first):
         return first
     short, low, high, best = trials.short, 0, trials.additional_bytes(first), None
@@ -88,7 +100,7 @@ def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None
             "memory reserved: plan fewer microbatches (--microbatches) or tensor-parallel ranks (--tensor), or "
             "train with pipefit's own runtime"
         )
-    return _told(best, short)
+    return _told(best, f"Planned again, because {short} in the plan for pipefit's own runtime.")
 
 
 class _Trials:
@@ -115,6 +127,23 @@ class _Trials:
         if asked is None and self.asked.data is None and not _runs(plan):  # stages of different degrees
             self.asked = replace(self.asked, data=1)
             plan = self._make(within, self.asked)
+        return self._here(plan)
+
+    def with_more_memory(self) -> Iterator[Plan]:
+        """Yield plans for devices with more and more memory."""
+        for part in MORE:
+            devices = (
+                replace(d, memory_bytes=int(d.memory_bytes * (1 + part))) for d in self._cluster.devices
+            )
+            with suppress(InfeasibleError):
+                yield self._here(self._make(replace(self._cluster, devices=tuple(devices)), self.asked))
+
+    def _here(self, plan: Plan) -> Plan:
+        """Return a plan with the given cluster.
+
+        Raises:
+            UsageError: torch's engine cannot run the plan.
+        """
         check_for_torch(plan)
         return replace(plan, cluster=self._cluster)
 
@@ -172,9 +201,14 @@ def _shortage(plan: Plan, peaks: Sequence[int], lacking: Sequence[int]) -> str:
     )
 
 
-def _told(plan: Plan, short: str) -> Plan:
-    """Return the plan with the reason why it was planned again."""
+_OWNERS = (
+    "Planned for devices with more memory, and run dry with this: pipefit's own runtime, whose replicas own whole "
+    "layers, needs more than torch's engine, whose replicas divide each layer"
+)
+
+
+def _told(plan: Plan, remark: str) -> Plan:
+    """Return the plan with a remark on how it was found."""
     if plan.provenance is None:
         return plan
-    remark = f"Planned again, because {short} in the plan for pipefit's own runtime."
     return replace(plan, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))
