@@ -537,6 +537,9 @@ def test_impossible_requests() -> None:
             optimizer=searching,
             step=lambda _: searching.step(lambda: 0.0),
         )
+    functional = torch.func.grad(lambda x: x.sum())
+    with pytest.raises(UsageError, match="saves tensors out of sight"):
+        apply(mlp(), budget=10**9, batch=torch.ones(3), step=functional)
     sparse = mlp()
     sparse.register_buffer("edges", torch.eye(2).to_sparse())
     for unusual, said in ((sparse, "sparse_coo"), (nn.Sequential(nn.LazyLinear(2)), "run one forward first")):

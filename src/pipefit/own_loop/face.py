@@ -264,6 +264,9 @@ _BY_VALUE = (
     "the shape of a tensor depends on values, such as the lengths of packed sequences, so its bytes are unknown "
     "before it runs: pad it to a fixed length"
 )
+_FUNCTIONAL = (
+    "torch.func saves tensors out of sight, so no plan recomputes or offloads them: use torch.autograd"
+)
 _UNKNOWN = (
     "if it trains without pipefit, pass every object with tensors that it uses besides module and optimizer as "
     "state="
@@ -288,10 +291,12 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
             except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
                 failed = failed or error
     if failed is not None and not result:
-        by_value = isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException))
-        raise UsageError(
-            f"the loop fails over fake tensors ({in_one_line(failed)}): {_BY_VALUE if by_value else _UNKNOWN}"
-        ) from failed
+        why = _UNKNOWN
+        if isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException)):
+            why = _BY_VALUE
+        elif "support saved tensor hooks" in str(failed):
+            why = _FUNCTIONAL
+        raise UsageError(f"the loop fails over fake tensors ({in_one_line(failed)}): {why}") from failed
     return result
 
 
