@@ -6,6 +6,7 @@ The workers stay alive across trainings. Each joins a new process group for ever
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -46,14 +47,10 @@ class Workers:
 
     def __init__(self, count: int = 4) -> None:
         context = forks()  # pipefit's own fork server, which tests of the launch use in this process too
-        self._ends: list[Connection] = []
-        self._processes = []
-        for _ in range(count):
-            end, other = context.Pipe()
-            process = context.Process(target=_work, args=(other,), daemon=True)
-            start(process)
-            self._ends.append(end)
-            self._processes.append(process)
+        pipes = [context.Pipe() for _ in range(count)]
+        self._ends = [end for end, _ in pipes]
+        self._process = context.Process(target=_work_together, args=([end for _, end in pipes],), daemon=True)
+        start(self._process)
 
     def train(self, plan: Plan, make: Callable[..., Task], *arguments: Any) -> dict[int, Trained]:
         """Train the task `make(*arguments)` by a plan; return the results of every device."""
@@ -74,8 +71,7 @@ class Workers:
         """End the workers."""
         for end in self._ends:
             end.send(None)
-        for process in self._processes:
-            process.join()
+        self._process.join()
 
 
 class Failure(str):
@@ -84,8 +80,21 @@ class Failure(str):
     __slots__ = ()
 
 
-def _work(end: Connection) -> None:
+def _work_together(ends: list[Connection]) -> None:
+    """Work at the first end, and in forks at the others: imports, which take two seconds, are done once."""
     torch.set_num_threads(1)
+    for number in range(1, len(ends)):
+        if os.fork() == 0:
+            try:
+                _work(ends[number])
+            finally:
+                os._exit(0)
+    _work(ends[0])
+    for _ in ends[1:]:
+        os.wait()
+
+
+def _work(end: Connection) -> None:
     while (order := end.recv()) is not None:
         rank, count, store, function, arguments = order
         dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
