@@ -8,7 +8,7 @@ import pytest
 
 from pipefit.planner import Question
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
-from pipefit.planner.filling import Filler
+from pipefit.planner.filling import Filler, FillingSetting
 from pipefit.planner.improvement import wandered
 from pipefit.planner.memory_choices import (
     TO_HOST,
@@ -40,6 +40,29 @@ def start_and_result(means: Means, seed: int = 1, *, work: int = 4_000) -> tuple
     filler = Filler(Evaluator(question))
     start = filler.evaluator.kept_at(Split((0, 5, 6), (0, 1)))
     return start, wandered(filler, start, budget=Budget(filler.evaluator, work), at_least=0.0)
+
+
+@pytest.mark.parametrize("seed", [2, 18, 20])
+def test_a_filled_split_fits_if_recomputing_everything_does(seed: int) -> None:
+    """Of all splits into two stages, those fit after filling that fit with everything recomputed, and are no slower."""
+    case, count = random_case(Random(seed), ("1f1b",), layers=6), 0
+    question = Question(
+        profile=case.profile,
+        cluster=case.cluster,
+        training=case.training,
+        options=PlanOptions(means=Means(host=False, peers=False), stages=2),
+    )
+    filler = Filler(Evaluator(question))
+    for cut in range(1, question.blocks):
+        split = Split((0, cut, question.blocks), (0, 1))
+        menus = filler.evaluator.stage_menus(split)
+        recipes = (tuple(len(menu.recipes) - 1 for menu in of_stage) for of_stage in menus)
+        least = [StageChoice(one, (0,) * len(one)) for one in recipes]
+        everything = filler.evaluator.evaluate(Candidate(split, tuple(least)))
+        if everything is not None and everything.fits:
+            filled, count = filler.fill(FillingSetting(split, 0.0)), count + 1
+            assert filled is not None and filled.fits and filled.seconds <= everything.seconds * (1 + 1e-9)
+    assert count
 
 
 @pytest.mark.sample(2)

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ from pipefit.planner.problem import SINGLE, Degree, Split
 # ---- Filling
 
 _ROUNDS, _FEW = 6, 2  # corrections of a setting, and the minimum number of them
+_FREEING = 4  # corrections after which a stage that still does not fit frees all that it can
 _SLOWER = 0.02  # part of a step by which a slower setting is given up
 _WORK = 300_000  # new actions after which settings get few corrections
 _FILLING_AWAY = 2  # microbatches whose offloaded tensors are on the device: one leaves and one returns
@@ -118,13 +120,16 @@ class Filler:
         return [*result.values()]
 
     def _fill(self, setting: FillingSetting, limit: float) -> Evaluation | None:
-        split, best = setting.split, None
+        split, best, before = setting.split, None, None
         needs = [float(self.lack(split, stage)) for stage in range(len(split.devices))]
+        too_few = [-inf] * len(needs)  # bytes by estimate with which a stage did not fit
         for number in range(_ROUNDS):
-            if number >= _FEW and self._budget.ends():
-                break
             choices = self._choices(setting, needs)
-            result = self.evaluator.evaluate(Candidate(split, choices))
+            if choices == before or (number >= _FEW and self._budget.ends() and best and best.fits):
+                break
+            if limit < inf and self.fewest_seconds(split, choices) > limit:
+                break
+            result, before = self.evaluator.evaluate(Candidate(split, choices)), choices
             if result is None:
                 break
             if (
@@ -133,21 +138,26 @@ class Filler:
                 or (result.fits and result.order < best.order)
             ):
                 best = result
-            seconds = result.seconds if result.fits else self.fewest_seconds(split, choices)
-            if seconds > limit or not self._corrected(needs, result, choices):
+            if result.fits and result.seconds > limit:
                 break
+            self._correct(needs, too_few, result)
+            if number >= _FREEING - 1:
+                needs = [inf if over > 0 else need for need, over in zip(needs, result.over, strict=True)]
         return best
 
-    def _corrected(self, needs: list[float], evaluation: Evaluation, choices: Sequence[StageChoice]) -> bool:
-        """Correct the needs by the ledger's result; return whether the correction may change anything."""
-        changed = False
+    def _correct(self, needs: list[float], too_few: list[float], evaluation: Evaluation) -> None:
+        """Correct the needs of stages by the ledger's result.
+
+        A stage that has room needs less if it can keep a step's bytes, and if so little was not too few before.
+        """
+        split, choices = evaluation.candidate
         for stage, (over, choice) in enumerate(zip(evaluation.over, choices, strict=True)):
-            if over > 0 or (
-                over < 0 and not choice.idle and self._spare(evaluation.candidate, stage, choice) < -over
-            ):
-                needs[stage] += over
-                changed = True
-        return changed
+            freed = self.freed(split, stage, choice._replace(near=len(choice.places)))  # as `_choice` counts
+            if over > 0:
+                too_few[stage] = max(too_few[stage], freed)
+                needs[stage] = max(needs[stage], freed) + over
+            elif not choice.idle and self._spare(evaluation.candidate, stage, choice) < -over:
+                needs[stage] = min(needs[stage], max(freed + over, too_few[stage] + 1))
 
     def _spare(self, candidate: Candidate, stage: int, choice: StageChoice) -> float:
         """Return the fewest bytes that one recipe step less would add to a stage."""
