@@ -35,7 +35,7 @@ from pipefit.planner.hybrid.programme import (
     grids_of,
     states_of,
 )
-from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
+from pipefit.planner.hybrid.tables import DegreeTables, StageSeconds, barred_cuts
 from pipefit.planner.memory_choices import BlockPrices
 from pipefit.planner.problem import SINGLE, Degree, DeviceClass, Question, Split
 from pipefit.schema.decisions import Decision, Run, What
@@ -193,11 +193,12 @@ def budget_level(question: Question) -> float:
 
 
 class StageTimes(NamedTuple):
-    """Seconds of stages: a whole step with its end, a microbatch, and the longer pass of a microbatch."""
+    """Seconds of stages: a step with its end, a microbatch, its longer pass, and idle ones of its backward."""
 
     step: Floats
     each: Floats
     longer: Floats
+    idle: Floats
 
 
 def _kept(way: Way) -> Way:
@@ -231,7 +232,7 @@ class HybridSearch:
         self._may_start: dict[float, list[range]] = {}  # by level
         self._times: dict[tuple[Degree, int, Way], StageTimes] = {}
         self._price: dict[tuple[Degree, int], BlockPrices] = {}
-        self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats]]] = {}
+        self._quickest: dict[tuple[Degree, int, float], list[tuple[Way, Floats, Floats, Floats]]] = {}
 
     def _is_cheap(self, sizes: Sizes) -> bool:
         """Return whether a search over classes of these sizes is cheap."""
@@ -373,8 +374,9 @@ class HybridSearch:
             result = float(self.seconds(placed.choice, _kept(way)).step[placed.start, placed.stop])
             if way.recompute == "always" and level < _INFINITE:
                 ends = placed.stop - placed.start, range(placed.start, placed.start + 1)
-                again = self._again(left, placed.choice, way, level, *ends)
-                result += self.question.training.microbatches * float(again[0, -1])
+                idle = self.seconds(placed.choice, _kept(way)).idle[placed.start, placed.stop]
+                again = self._again(left, placed.choice, way, level, *ends)[0, -1] - idle
+                result += self.question.training.microbatches * max(0.0, float(again))
             return result
 
         return min(self.ways(placed.choice.degree), key=seconds)
@@ -444,13 +446,14 @@ class HybridSearch:
         """
         unit, tables, starts = self.unit(choice), self.tables[choice.degree], self._starts(level)[left]
         stages = slice(starts.start, starts.stop), slice(self._widest(left, choice, level))
-        known = [(way, head[stages], add[stages]) for way, head, add in self._quick(choice, most)]
+        quick = self._quick(choice, most)
+        known = [(way, head[stages], add[stages], idle[stages]) for way, head, add, idle in quick]
         width = known[0][1].shape[1]
         best, each = np.full_like(known[0][1], _INFINITE), np.zeros_like(known[0][1])
-        for way, head, add in known if width else ():
+        for way, head, add, idle in known if width else ():
             fits, again = tables.rows(left, way, width, starts) / unit <= level, np.zeros_like(head)
             if way.recompute == "always":
-                again = self._again(left, choice, way, level, width, starts)
+                again = np.maximum(self._again(left, choice, way, level, width, starts) - idle, 0.0)
             step = head + self.question.training.microbatches * again
             within = np.where(fits & (step <= most), step, _INFINITE)
             best, each = np.minimum(within, best), np.where(within < best, add + again, each)
@@ -481,8 +484,8 @@ class HybridSearch:
             self._price[key] = BlockPrices(self.question.of_one(choice.degree), kinds)
         return self._price[key]
 
-    def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats]]:
-        """Return every way's seconds of a step, if at most `most`, and of a microbatch.
+    def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats, Floats]]:
+        """Return every way's seconds of a step, if at most `most`, of a microbatch, and idle ones of its backward.
 
         Without recomputation of separate blocks, whose seconds depend on the memory that stages lack.
         """
@@ -492,7 +495,7 @@ class HybridSearch:
             quick = np.minimum.reduce([times.step for times in every]) <= most
             width = Cost.of(np.where(quick, 0.0, _INFINITE)).head.shape[1]
             self._quickest[key] = [
-                (way, np.where(head <= most, head, _INFINITE), banded(times.each, width))
+                (way, np.where(head <= most, head, _INFINITE), banded(times.each, width), banded(times.idle, width))
                 for way, times in zip(self.ways(choice.degree), every, strict=True)
                 for head in (banded(times.step, width),)
             ]
@@ -508,12 +511,11 @@ class HybridSearch:
             (shards, replicas), cluster = choice.degree.groups(devices), self.question.cluster
             again = way.recompute != "never"
             passes = (tables.seconds(kind, Group.of(cluster, shards), again=again) for kind in kinds)
-            times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
-            each, end = tables.divided_seconds(
-                times[0] + times[1], times[2], Group.of(cluster, replicas), way.shard
-            )
+            slowest = StageSeconds(*(np.maximum.reduce(parts) for parts in zip(*passes, strict=True)))
+            each, end, idle = tables.divided_seconds(slowest, Group.of(cluster, replicas), way.shard)
             step = self.question.training.microbatches * each + end
-            self._times[key] = StageTimes(step, each, np.maximum(times[0], times[1]))
+            longer = np.maximum(slowest.forward, slowest.backward)
+            self._times[key] = StageTimes(step, each, longer, idle)
         return self._times[key]
 
     def _devices(self, choice: StageRequest) -> list[int]:

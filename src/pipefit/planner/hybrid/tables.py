@@ -39,6 +39,17 @@ class StageSeconds(NamedTuple):
     update: Floats
 
 
+class DividedSeconds(NamedTuple):
+    """Seconds of a stage whose replicas may divide state: a microbatch, the end of a step, and idle ones.
+
+    Idle are those of a backward that waits for collectives; recomputation in them takes no time.
+    """
+
+    each: Floats
+    end: Floats
+    idle: Floats
+
+
 _MANY_RANGES = 200_000  # ranges of a band, above which it is made only for the starts that are needed
 
 
@@ -210,21 +221,24 @@ class DegreeTables:
             *(np.concatenate(([0.0], np.cumsum(times)))[edges] for times in zip(*of_layers, strict=True))
         )
 
-    def divided_seconds(
-        self, each: Floats, update: Floats, group: Group, shard: Sharding
-    ) -> tuple[Floats, Floats]:
+    def divided_seconds(self, of: StageSeconds, group: Group, shard: Sharding) -> DividedSeconds:
         """Return the seconds of a microbatch and of the end of a step, for a `group` of replicas.
 
-        If replicas divide gradients or parameters, reduce-scatters and all-gathers run in parallel with the
-        passes.
+        If replicas divide gradients or parameters, all-gathers run in parallel with the forward, and all-gathers and
+        reduce-scatters with the backward. Parameters of the first block stay from a backward to the next forward, and
+        those of the last block from a forward to its backward.
         """
         if shard == "none":
-            return each, update + together_seconds(group.sums, self.gradients)
+            end = of.update + together_seconds(group.sums, self.gradients)
+            return DividedSeconds(of.forward + of.backward, end, np.zeros_like(end))
         brought_bytes = self.gathered if shard == "parameters" else self.trained
         sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, brought_bytes))
-        end = update / self.degree.data + sums + brought
-        exchanged = {"optimizer": 0.0 * sums, "gradients": sums, "parameters": sums + 2 * brought}[shard]
-        return np.maximum(each, exchanged), end
+        end = of.update / self.degree.data + sums + brought
+        first, last, reduced = np.zeros_like(sums), np.zeros_like(sums), sums * (shard != "optimizer")
+        if shard == "parameters":
+            first[:-1], last[:, 1:] = brought[1:], brought[:, :-1]
+        each = np.maximum(of.forward, first) + np.maximum(of.backward, last + reduced)
+        return DividedSeconds(each, end, np.maximum(last + reduced - of.backward, 0.0))
 
     @cached_property
     def gradients(self) -> Floats:
