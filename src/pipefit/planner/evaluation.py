@@ -27,7 +27,7 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.memory_choices import Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.options import Means
 from pipefit.planner.problem import Degree, Question, Split
-from pipefit.schema.decisions import Decision
+from pipefit.schema.decisions import Decision, State
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
@@ -102,8 +102,11 @@ class Simulated:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a steady step."""
-        return self._whole(self.simulation.step_seconds[-1] if self._quick else self.simulation.seconds)
+        """Seconds of a steady step; of the first one if it is extrapolated and no state moves between steps."""
+        decisions = self.simulation.plan.decisions
+        moves = any(isinstance(decision.subject, State) for decision in decisions)
+        quick = self._quick or (self._left_out and not self.simulation.plan.training.endless and not moves)
+        return self._whole(self.simulation.step_seconds[-1] if quick else self.simulation.seconds)
 
     def takes(self, seconds: float) -> bool:
         """Return whether a steady step takes at least this number of seconds.
