@@ -15,7 +15,7 @@ budget of work, and half as much again for splits that are not the fastest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, pairwise, product
@@ -36,7 +36,7 @@ from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Sp
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
 from pipefit.schema.grids import Grid, Sharding
-from pipefit.schema.plan import Objective
+from pipefit.schema.plan import Objective, Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
 from pipefit.simulator.assembled import assembled
@@ -117,11 +117,24 @@ class Simulations:
         Raises:
             UsageError: the plan cannot be carried out.
         """
+        if not self._first_stage_fits(split, decisions):
+            return None
         result = self.of(split, decisions)
         if below == float("inf") and not result.fits:  # peaks take less time to read than steps
             return None
         fits = result.seconds < below and result.fits
         return Mixed(self.question, split, result, decisions) if fits else None
+
+    def _first_stage_fits(self, split: Split, decisions: tuple[Decision, ...]) -> bool:
+        """Return whether the first stage, which holds the most microbatches, fits; no other stage is read.
+
+        Raises:
+            UsageError: the plan cannot be carried out.
+        """
+        plan, parts = self._shortened(split, decisions)
+        with self._counted(parts):
+            of_devices, budgets = parts.of_rank(plan, 0, parts.alike(plan)), self.question.cluster.budgets
+            return all(part.memory().peak_bytes <= budgets[device] for device, part in of_devices.items())
 
     def of(self, split: Split, decisions: tuple[Decision, ...] = ()) -> Simulated:
         """Return the simulation of a split with these decisions, or with those that the question requests.
@@ -130,15 +143,25 @@ class Simulations:
             UsageError: the plan cannot be carried out, for instance if replicas cannot divide what they
                 exchange.
         """
-        question = replace(self.question, training=shortened(self.question, len(split.devices)))
-        parts = self._parts(question)
-        before = parts.actions
-        try:
-            result = Assembled(plan_of(question, split, decisions=decisions or None), parts)
-        finally:
-            self.work += parts.actions - before
+        plan, parts = self._shortened(split, decisions)
+        with self._counted(parts):
+            result = Assembled(plan, parts)
         self.work += result.actions // _KNOWN
         return Simulated(split, result, self.question.training.microbatches)
+
+    def _shortened(self, split: Split, decisions: tuple[Decision, ...]) -> tuple[Plan, Parts]:
+        """Return a plan with the microbatches that are simulated, and the shared programs of its stages."""
+        question = replace(self.question, training=shortened(self.question, len(split.devices)))
+        return plan_of(question, split, decisions=decisions or None), self._parts(question)
+
+    @contextmanager
+    def _counted(self, parts: Parts) -> Iterator[None]:
+        """Count what is read in the block as work."""
+        before = parts.actions
+        try:
+            yield
+        finally:
+            self.work += parts.actions - before
 
     def may_fit(
         self, split: Split, recompute: Recompute = "never", *, without_parameters: bool = False
