@@ -286,10 +286,6 @@ class Proposal(NamedTuple):
     plan: Plan
     answer: Callable[[], Answer]
 
-    def settled(self) -> Plan:
-        """Return the final plan, with its alternatives."""
-        return self.answer().complete()
-
 
 def sizes_asked(training: Training | None, options: PlanOptions) -> tuple[int, ...]:
     """Return the microbatch sizes that planning may need, including local batches."""

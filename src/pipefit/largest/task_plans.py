@@ -90,9 +90,9 @@ def plan_reserving(
             if progress is not None and (settings or proposal.plan.decisions):
                 progress(number, 0, f"a dry run of {counted(len(proposal.plan.workers), 'process')}")
             devices = dry(proposal.plan)
-            made = proposal.settled()
-            if replace(made, alternatives=()) != proposal.plan:
-                devices = dry(made)
+            answer = proposal.answer()
+            if answer.plan != proposal.plan:
+                devices = dry(answer.plan)
         except _Refused as refusal:
             short.append(str(refusal))
             make, again = _next(others, refusal), None
@@ -102,10 +102,10 @@ def plan_reserving(
                 raise
             raise InfeasibleError(f"{short[-1]}. No other plan was found: {error}") from None
         if not any(device.lack_bytes for device in devices):
-            return _told(made, devices, short)
-        last = proposal.plan
+            return _told(answer.complete(), devices, short)
+        last = answer.plan
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
-        asked = [_leaving_more(within, made.stages, devices, short[-1])]
+        asked = [_leaving_more(within, last.stages, devices, short[-1])]
         if (
             len(short) > 1
         ):  # the overflow may move to another device like it in the next plan, and then to a third
@@ -328,7 +328,7 @@ def _plan_of_task(
 
     def verified(make: Callable[..., Proposal], again: Callable[..., Proposal] | None = None) -> Plan:
         if not runs_dry:
-            return make(cluster).settled()
+            return make(cluster).answer().complete()
         means = asked.means
         fewer = [replace(means, spill=False), replace(means, spill=False, state=False)]
         fewer.append(replace(fewer[-1], host=False, peers=False))

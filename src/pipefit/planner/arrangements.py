@@ -136,7 +136,7 @@ class Trials:
 
         It is the plan of the best trial, unless a plan with stages of different degrees is faster.
         """
-        question, result = self._told(trial, self._complete_best())
+        question, result = self._told(trial)
         bounds = [*self._bounds, *map(self._least_of, self._least)]
         if trial is not None and not self._bounds:
             bounds = [trial.search.bound]
@@ -144,21 +144,28 @@ class Trials:
             bound=min(result.value, *bounds), remarks=(*self._remarks, *result.remarks)
         )
 
-    def _told(self, trial: Trial | None, other: Mixed | None) -> tuple[Question, PlannerResult]:
+    def _told(self, trial: Trial | None) -> tuple[Question, PlannerResult]:
         """Return the plan of the best trial, or the best plan of any degrees."""
         if trial is None:
+            other = self._complete_best()
             assert other is not None, "a question is abandoned only for a known answer"
             return other.question, other.found(len(self.mixed))
         question, result = trial.question, trial.search.told(trial.searched)
-        if not self._is_beaten(trial, trial.seconds, other):
+        if self._preferred_to(trial, trial.seconds) is None:
             question, result = self._together(trial, result)
-        if other is not None and self._is_beaten(trial, max(result.value, trial.seconds), other):
+        if (other := self._preferred_to(trial, max(result.value, trial.seconds))) is not None:
             return other.question, other.found(result.evaluated, result.remarks)
         return question, result
 
-    def _is_beaten(self, trial: Trial, seconds: float, other: Mixed | None) -> bool:
-        """Return whether `other` is preferred to a trial's plan of this many seconds."""
-        return other is not None and (not trial.fits or other.seconds < seconds * self._allowed(trial, other))
+    def _preferred_to(self, trial: Trial, seconds: float) -> Mixed | None:
+        """Return the best plan of any degrees, complete, if it is preferred to a trial's plan of this many seconds."""
+        while (other := self._best_mixed) is not None:
+            if trial.fits and other.seconds >= seconds * self._allowed(trial, other):
+                return None
+            if other.simulation.is_complete:
+                return other
+            self._complete(other)
+        return None
 
     def _together(self, trial: Trial, result: PlannerResult) -> tuple[Question, PlannerResult]:
         """Return the result of a trial, expanded to all replicas and simulated with them."""
@@ -434,22 +441,25 @@ class Trials:
             (other for other in others if not other.tight), key=lambda trial: trial.order, default=best
         )
 
-    def _complete_best(self) -> Mixed | None:
-        """Return the fastest plan of any degrees, or a hardly slower one that leaves every GPU room.
+    @property
+    def _best_mixed(self) -> Mixed | None:
+        """The fastest plan of any degrees, or a hardly slower one that leaves every GPU room."""
+        fastest = min(self.mixed, key=lambda one: one.seconds, default=None)
+        near = [one for one in self.mixed if fastest and one.seconds <= fastest.seconds * (1 + _ROOM)]
+        roomy = (one for one in near if not leaves_no_room(one.question, one.peaks))
+        return min(roomy, key=lambda one: one.seconds, default=fastest)
 
-        All of its microbatches are simulated. A plan that then does not fit is no longer known.
-        """
-        while self.mixed:
-            fastest = min(self.mixed, key=lambda one: one.seconds)
-            near = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
-            roomy = (one for one in near if not leaves_no_room(one.question, one.peaks))
-            best = min(roomy, key=lambda one: one.seconds, default=fastest)
-            if best.simulation.is_complete:
-                return best
-            complete = best.completed()
-            self.mixed = [one for one in self.mixed if one is not best]
-            self.mixed += [complete] if complete.simulation.fits else []
-        return None
+    def _complete_best(self) -> Mixed | None:
+        """Return the best plan of any degrees, with all of its microbatches simulated."""
+        while (best := self._best_mixed) is not None and not best.simulation.is_complete:
+            self._complete(best)
+        return best
+
+    def _complete(self, mixed: Mixed) -> None:
+        """Simulate all microbatches of a plan of any degrees; if it then does not fit, it is no longer known."""
+        complete = mixed.completed()
+        self.mixed = [one for one in self.mixed if one is not mixed]
+        self.mixed += [complete] if complete.simulation.fits else []
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:
         """Return the part of a trial's seconds below which another plan is preferred."""
@@ -520,14 +530,16 @@ def _is_costly(question: Question) -> bool:
 
 _CANDIDATES = 2_000_000  # stages up to which all divisions of state are compared
 _MOST_CANDIDATES = 500_000  # stages of whole replicas, up to which alternatives are searched
+_MOST_ACTIONS = 10_000  # actions of one simulation, up to which alternatives are searched
 _LEANER = 0.99  # highest peak of a leaner plan, as a part of the best plan's
 _FEWEST = 10  # times fewer devices than the best plan's that are tried
 
 
 def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
     """Return the alternatives to the best plan, if it fits; both are searched in parallel."""
-    question = trials.whole_question(best.arrangement)
-    if not best.fits or candidates(question, question.shards[:1]) > _MOST_CANDIDATES:
+    question, actions = trials.whole_question(best.arrangement), best.searched.evaluation.simulation.actions
+    is_large = actions > _MOST_ACTIONS or candidates(question, question.shards[:1]) > _MOST_CANDIDATES
+    if not best.fits or is_large:
         return ()
     (leanest,) = beside(lambda: tuple(_leanest(trials, best)))
     return (*_fewest_devices(trials, best), *leanest())
