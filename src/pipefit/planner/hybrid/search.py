@@ -495,7 +495,12 @@ class HybridSearch:
             quick = np.minimum.reduce([times.step for times in every]) <= most
             width = Cost.of(np.where(quick, 0.0, _INFINITE)).head.shape[1]
             self._quickest[key] = [
-                (way, np.where(head <= most, head, _INFINITE), banded(times.each, width), banded(times.idle, width))
+                (
+                    way,
+                    np.where(head <= most, head, _INFINITE),
+                    banded(times.each, width),
+                    banded(times.idle, width),
+                )
                 for way, times in zip(self.ways(choice.degree), every, strict=True)
                 for head in (banded(times.step, width),)
             ]
