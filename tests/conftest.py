@@ -76,7 +76,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.set_threshold(20_000, 20, 20)
+        gc.set_threshold(5_000, 10, 10)
         gc.enable()
 
 
