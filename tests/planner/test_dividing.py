@@ -13,13 +13,19 @@ from pipefit.lowering import ENDLESS, Recompute
 from pipefit.memory.model_state import share_among
 from pipefit.memory.stage import Costs
 from pipefit.planner import plan
+from pipefit.planner.driver import plan_of
+from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.programme import Floats, Way
+from pipefit.planner.hybrid.search import searches
 from pipefit.planner.hybrid.tables import DegreeTables
-from pipefit.planner.problem import Degree, PlanOptions, Question
+from pipefit.planner.neighbours import Mixed, Simulations
+from pipefit.planner.problem import Degree, PlanOptions, Question, Split
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
+from pipefit.schema.json_io import load_cluster
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 from support.every_plan import IN_BLOCKS, every_plan, simulated
 from support.microbatch_size_profiles import sized
 from support.synthetic_models import (
@@ -266,3 +272,45 @@ def test_a_search_that_ends_early_is_no_worse_than_one_for_whole_replicas(
     whole = plan(profile, cluster, how, objective="peak", shard="none")
     assert made.provenance and whole.provenance
     assert made.provenance.bound and made.provenance.bound <= made.provenance.value <= whole.provenance.value
+
+
+@pytest.mark.parametrize(
+    ("weight", "machine"), [(1 << 20, "hgx-h100"), (1 << 26, "hgx-h100"), (1 << 20, "4x-rtx-4090")]
+)
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_estimated_seconds_are_near_the_simulated_ones(weight: int, machine: str, shard: Sharding) -> None:
+    """A stage on all devices whose passes wait for collectives of every block takes about as long as estimated."""
+    cluster = load_cluster(machine)
+    count = len(cluster.devices)
+    layers = keeping(Random(0), widths=[1 << 20] * 7, weights=[weight] * 6)
+    how = Training(batch_size=24 * count, microbatches=24, schedule="1f1b")
+    question = Question(profile=sized(layers, count, 1), cluster=cluster, training=how)
+    (search,) = searches(question, (shard,))
+    choice = next(one for one in search.choices if one.degree.data == count)
+    estimated = search.seconds(choice, Way(shard)).step[0, question.blocks]
+    grid = Grid(
+        devices=tuple(range(count)), data=count, shard=shard, buckets=buckets_of(shard, question.blocks)
+    )
+    seconds = assembled(plan_of(question, Split((0, question.blocks), (0,), (grid,)))).seconds
+    assert 0.88 * seconds <= estimated <= 1.1 * seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("seed", range(3))
+def test_long_steps_are_extrapolated_to_all_microbatches(seed: int, schedule: str) -> None:
+    """Plans with few simulated microbatches have the peaks of complete simulations, and about their seconds."""
+    rng = Random(seed)
+    profile = sized(rng.choice((plain, skewed))(rng, 4), 2, 1)
+    how = Training(batch_size=2 * 150, microbatches=150, schedule=schedule)
+    question = Question(profile=profile, cluster=devices(*[AMPLE] * 4), training=how)
+    for data in (1, 2):
+        grids = (
+            Grid(devices=tuple(range(data)), data=data),
+            Grid(devices=tuple(range(data, 2 * data)), data=data),
+        )
+        split = Split((0, rng.randrange(1, question.blocks), question.blocks), (0, data), grids)
+        short = Simulations(question).of(split)
+        complete = Mixed(question, split, short).completed()
+        assert not short.is_complete and complete.simulation.is_complete
+        assert short.peaks == complete.peaks
+        assert short.seconds == pytest.approx(complete.seconds, rel=0.07)

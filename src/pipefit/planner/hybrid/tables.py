@@ -224,21 +224,31 @@ class DegreeTables:
     def divided_seconds(self, of: StageSeconds, group: Group, shard: Sharding) -> DividedSeconds:
         """Return the seconds of a microbatch and of the end of a step, for a `group` of replicas.
 
-        If replicas divide gradients or parameters, all-gathers run in parallel with the forward, and all-gathers and
-        reduce-scatters with the backward. Parameters of the first block stay from a backward to the next forward, and
-        those of the last block from a forward to its backward.
+        If replicas divide gradients or parameters, every block has its own collectives. A gather runs beside the pass
+        of the block before, a reduction beside the next pass. Parameters of the first block stay from a backward to
+        the next forward, and those of the last block from a forward to its backward.
         """
+        whole = of.forward + of.backward
         if shard == "none":
             end = of.update + together_seconds(group.sums, self.gradients)
-            return DividedSeconds(of.forward + of.backward, end, np.zeros_like(end))
+            return DividedSeconds(whole, end, np.zeros_like(end))
         brought_bytes = self.gathered if shard == "parameters" else self.trained
         sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, brought_bytes))
-        end = of.update / self.degree.data + sums + brought
-        first, last, reduced = np.zeros_like(sums), np.zeros_like(sums), sums * (shard != "optimizer")
-        if shard == "parameters":
-            first[:-1], last[:, 1:] = brought[1:], brought[:, :-1]
-        each = np.maximum(of.forward, first) + np.maximum(of.backward, last + reduced)
-        return DividedSeconds(each, end, np.maximum(last + reduced - of.backward, 0.0))
+        end = of.update / self.degree.data + brought * (shard != "parameters")
+        if shard == "optimizer":
+            return DividedSeconds(whole, end + sums, np.zeros_like(end))
+        forward, backward, reduced, gathered = (
+            np.diagonal(of_ranges, 1) for of_ranges in (of.forward, of.backward, sums, brought)
+        )
+        gathered = gathered * (shard == "parameters")
+        gathers_next, reduced_next = np.append(gathered[1:], 0.0), np.append(reduced[1:], 0.0)
+        gathers_before = np.append(0.0, gathered[:-1])
+        inner = np.maximum(backward, gathers_before + reduced_next)
+        last = np.maximum(backward, gathers_before)
+        backwards = _summed(np.maximum(backward, reduced_next), inner, last, backward)
+        first, inner = np.maximum(forward, gathers_next + reduced), np.maximum(forward, gathers_next)
+        forwards = _summed(first, inner, forward, np.maximum(forward, reduced))
+        return DividedSeconds(forwards + backwards, end, backwards - of.backward)
 
     @cached_property
     def gradients(self) -> Floats:
@@ -345,6 +355,14 @@ class DegreeTables:
             if shared.gradient_bytes:
                 result[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
         return result
+
+
+def _summed(first: Floats, inner: Floats, last: Floats, alone: Floats) -> Floats:
+    """Return the sums over the blocks of every range by the place of a block in it; `alone` is for single blocks."""
+    result: Floats = ranges(np.concatenate(([0.0], np.cumsum(inner))))
+    result += (first - inner)[:, None] + np.append(0.0, last - inner)
+    np.fill_diagonal(result[:, 1:], alone)
+    return result
 
 
 def together_seconds(ways: Sequence[Line], nbytes: Floats) -> Floats:
