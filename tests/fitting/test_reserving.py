@@ -26,7 +26,7 @@ from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as certifying
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
-from pipefit.schema.plan import Plan
+from pipefit.schema.plan import Alternative, Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from support.small_tasks import task_of
@@ -376,3 +376,33 @@ def test_what_is_settled_is_run_dry() -> None:
         found = reserving_of_proposals(stack(), gpus(1 << 31, 1 << 31), lambda _: proposal)
     assert [call.args[1] for call in dry.call_args_list] == [first, second]
     assert found.cluster == second.cluster
+
+
+def test_only_a_plan_that_passes_its_dry_run_gets_alternatives() -> None:
+    """They are searched once the processes of a plan are known to fit, and belong to the result."""
+    make, asked = planned(1), list[int]()
+    made = make(gpus(1 << 32))
+    other = Alternative(
+        what="leanest",
+        schedule="1f1b",
+        stages=1,
+        devices=1,
+        microbatches=1,
+        peak_bytes=1,
+        step_seconds=1.0,
+        asked_by="",
+    )
+
+    def others() -> tuple[Alternative, ...]:
+        asked.append(1)
+        return (other,)
+
+    small = replace(made, cluster=gpus(processes(made)[0] - 1))
+    refused = Proposal(small, lambda: Answer(small, others))
+    with mock.patch.object(task_plans, "ROUNDS", 2), pytest.raises(InfeasibleError, match="did not fit"):
+        reserving_of_proposals(stack(), small.cluster, lambda _: refused)
+    assert asked == []
+    found = reserving_of_proposals(
+        stack(), made.cluster, lambda _: Proposal(made, lambda: Answer(made, others))
+    )
+    assert found.alternatives == (other,) and asked == [1]
