@@ -465,6 +465,10 @@ def test_prints_tell_copies_in_a_line_of_their_own() -> None:
     assert f"half-precision copies of weights, among the parameters: {sum(own)} B" in told
     line = f"Half-precision copies of weights: {own[0]} B, {own[1]} B on each device of stages 0 to 1, once for all"
     assert line in " ".join(show.text(planned()).split())
+    with mock.patch("pipefit.report.plan._FEW_STAGES", 1):
+        assert line.replace(f"{own[0]} B, {own[1]} B", f"{min(own)} B to {max(own)} B") in " ".join(
+            show.text(planned()).split()
+        )
     assert [
         sum(row.copy_bytes for row in found.layers)
         for device in (0, 1)

@@ -359,10 +359,14 @@ def _caveats(plan: Plan) -> Iterator[str]:
             yield f"{gap[0].upper()}{gap[1:]}."
 
 
+_FEW_STAGES = 8  # whose copies are told one by one
+
+
 def _copies(plan: Plan) -> list[str]:
-    """Return a line about the half-precision weight copies of each stage; empty without copies."""
+    """Return a line about the half-precision weight copies of each stage, or of many; empty without copies."""
     stages = [plan.measured(n).copy_bytes(stage.start, stage.stop) for n, stage in enumerate(plan.stages)]
-    sizes = ", ".join(map(format_bytes, stages))
+    few = stages if len(stages) <= _FEW_STAGES else ()
+    sizes = ", ".join(map(format_bytes, few)) or f"{format_bytes(min(stages))} to {format_bytes(max(stages))}"
     each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
     divides = any(stage.grid.shard == "parameters" for stage in plan.stages)
     gathered = "; replicas that shard parameters keep copies of gathered layers only" if divides else ""
