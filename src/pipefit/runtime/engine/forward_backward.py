@@ -372,7 +372,7 @@ class Passes:
 
 
 def _detached(values: Values) -> Values:
-    """Detach values from their graph, which nobody needs."""
+    """Return the values without their graph."""
     return tuple(value.detach() for value in values)
 
 
