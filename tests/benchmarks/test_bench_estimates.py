@@ -14,7 +14,7 @@ import pipefit
 from bench_estimates import PAGE, Row, table, trained
 from pipefit import Task
 from pipefit.models.hugging_face import hf
-from pipefit.profiler import profile
+from support.known_profiles import profile
 
 
 class Loss(nn.Module):

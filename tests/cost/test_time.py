@@ -12,12 +12,12 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.models.settings import OptimizerName, optimizer_of
-from pipefit.profiler import profile
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.devices import DeviceKind, Host
 from pipefit.schema.layer_costs import Alike, Family, LayerCost, Work
 from pipefit.schema.training import Training
 from pipefit.timing import PassSeconds, host_update_seconds, layer_seconds, seconds
+from support.known_profiles import profile
 from support.pipelines import equal_profile
 
 # Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 byte/s; an operation costs 1 ms

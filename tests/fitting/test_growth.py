@@ -35,7 +35,6 @@ from pipefit.largest.search import find
 from pipefit.lowering.passes.recomputation import RECOMPUTE
 from pipefit.models import build
 from pipefit.planner import Answer, PlanOptions, plan, plans
-from pipefit.profiler import profile
 from pipefit.profiler.on_demand import OnDemand
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
@@ -46,6 +45,7 @@ from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
 from support.every_plan import every_plan, simulated
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 KIB = 1 << 10

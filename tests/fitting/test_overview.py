@@ -23,7 +23,6 @@ from pipefit.largest.task_plans import plan
 from pipefit.models import build
 from pipefit.planner import PLANNERS
 from pipefit.planner import plan as planned
-from pipefit.profiler import profile
 from pipefit.report import show
 from pipefit.report.fit import describe_overview
 from pipefit.schema.cluster import Cluster
@@ -31,6 +30,7 @@ from pipefit.schema.fit import Overview, samples_per_second
 from pipefit.schema.grids import SHARDINGS
 from pipefit.simulator import Simulation
 from pipefit.tables import plain
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 KIB = 1024

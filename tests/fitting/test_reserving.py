@@ -20,7 +20,6 @@ from pipefit.largest.attempts import Proposal
 from pipefit.largest.task_plans import plan_reserving as reserving_of_proposals
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.planner import Answer, Means, plan
-from pipefit.profiler import profile
 from pipefit.report.show import text
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as certifying
@@ -29,6 +28,7 @@ from pipefit.schema.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.schema.plan import Alternative, Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 MIB = 1 << 20

@@ -18,13 +18,13 @@ from gallery.model import Model
 from gallery.plain import Draws, Step
 from pipefit.capture import Task
 from pipefit.capture.model import build_chain
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
+from support.known_profiles import profile
 from support.random_trainings import random_plan
 
 SEED, STEPS = 7, 3

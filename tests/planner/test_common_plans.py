@@ -19,7 +19,6 @@ from pipefit.planner.arrangements import Trials
 from pipefit.planner.common_plans import AWAY, CommonSearch, _without_state, common_plans
 from pipefit.planner.open_choices import space_of
 from pipefit.planner.options import Means, PlanOptions
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import Host, Link, Member
@@ -27,6 +26,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from support.known_profiles import profile
 from support.microbatch_size_profiles import sized
 from support.small_tasks import task_of
 from support.synthetic_models import AMPLE, devices, keeping

@@ -13,13 +13,13 @@ from pipefit.errors import UsageError
 from pipefit.planner import plan, plan_again
 from pipefit.planner.hybrid.search import searches
 from pipefit.planner.problem import Degree, Question
-from pipefit.profiler import profile
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.synthetic_models import AMPLE, devices
 
 HOW = Training(batch_size=8, microbatches=2)

@@ -9,11 +9,11 @@ import pytest
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import build
 from pipefit.planner import plan
-from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.comm.collectives import mark, received, to_send, unmark
 from pipefit.schema.cluster import Cluster
@@ -25,6 +24,7 @@ from pipefit.schema.layer_costs import KernelMemory, Value
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.local_batches import sliced_plan
 
 WIDTH, SIZE, COUNT = 8, 2, 2

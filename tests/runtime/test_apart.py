@@ -15,7 +15,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.engine.in_flight import born_apart
 from pipefit.runtime.engine.runner import DeviceRunner
@@ -25,6 +24,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from support.allocator_events import measured_peaks
 from support.gallery_samples import sampled, seeds
+from support.known_profiles import profile
 from support.local_batches import batches, equal, sliced_plan
 from support.memory_samples import samples, step_peaks_of
 from support.random_state_offloads import moving_states

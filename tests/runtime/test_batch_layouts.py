@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.trace import Trace
+from support.known_profiles import profile
 from support.small_tasks import plan_of, profile_of
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

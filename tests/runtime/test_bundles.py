@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.memory.storages import StageStorages, Whereabouts
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.offload.copying import SlotPart, UnpacedCopies
 from pipefit.runtime.offload.moving import pieces
@@ -26,6 +25,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Stream
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.random_offloads import movable, with_disk
 from support.small_tasks import alone, batch_of, plan_of, task_of
 

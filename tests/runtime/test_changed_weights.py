@@ -19,7 +19,6 @@ from pipefit.lowering import lower
 from pipefit.planner import plan as plan_of_profile
 from pipefit.planner.memory_choices import Menu, Menus, Recipe, StageChoice, decisions_of
 from pipefit.planner.problem import Question
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, State, StateKind, What
@@ -28,6 +27,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of
 
 SIZE = 4

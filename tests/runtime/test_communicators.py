@@ -12,10 +12,10 @@ import torch
 from pipefit.lowering import lower
 from pipefit.memory.arenas import communicators
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime.comm import transport
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.small_tasks import plan_of
 from support.two_pool_model import wide, wide_profile
 

@@ -21,7 +21,6 @@ from pipefit.capture.sample import sample
 from pipefit.errors import FileError, PipefitWarning, UsageError
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify_numbers, train
 from pipefit.runtime.checks import comparison
 from pipefit.runtime.checks.comparison import comparable, compare_at_start, host_bytes, host_seconds
@@ -31,6 +30,7 @@ from pipefit.schema.plan import Plan
 from support import untraceable_models
 from support.gallery_samples import sampled
 from support.huggingface_models import TINY
+from support.known_profiles import profile
 from support.local_batches import sliced_plan
 from support.small_tasks import batch_of, plan_of
 from support.untraceable_models import task_of
@@ -43,10 +43,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
     """Return a plan with about equal numbers of layers on each device."""
-    layers = len(profile(task, microbatch_size=2).layers)
-    return plan_of(
-        task, [layers // devices] * (devices - 1) + [layers - layers // devices * (devices - 1)], **options
-    )
+    profiled = profile(task, microbatch_size=2)
+    share, rest = divmod(len(profiled.layers), devices)
+    return plan_of(task, [share] * (devices - 1) + [share + rest], profiled=profiled, **options)
 
 
 def in_precision(task: Task) -> Plan:

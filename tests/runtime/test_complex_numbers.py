@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision, Training
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 2

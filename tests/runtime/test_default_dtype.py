@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -17,7 +17,6 @@ from torch import nn
 from pipefit.capture.storages import without_memory
 from pipefit.errors import UsageError
 from pipefit.planner import plan as make_plan
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.engine.in_flight import move
 from pipefit.runtime.engine.runner import DeviceRunner
@@ -32,6 +31,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from support.fully_sharded import fully_sharded
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.local_batches import Plain, batches, equal, parameters, random_grids, sliced_plan
 from support.replicated_models import MODELS, plain_task, precise, replicated, tied
 from support.separate_process import in_workers

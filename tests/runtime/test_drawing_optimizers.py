@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.local_batches import batches, sliced_plan
 from support.replicated_models import replicated
 

@@ -21,13 +21,13 @@ from pipefit.measure import kernels
 from pipefit.measure.kernels import threads_of
 from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import save
 from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.random_trainings import accounts, random_case
 
 SETTINGS = {"widths": (8, 16, 16, 4)}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Microbatches, Run, What
@@ -22,6 +21,7 @@ from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from support.buffer_feedback import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.random_trainings import Case, accounts
 from support.small_tasks import batch_of, plan_of, task_of
 

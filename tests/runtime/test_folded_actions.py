@@ -25,7 +25,6 @@ from pipefit.planner import PlanOptions, Question
 from pipefit.planner.common_plans import AWAY, UPDATED, moved
 from pipefit.planner.driver import solved
 from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run.certify import Rehearsal
 from pipefit.runtime.dry_run.layers import Shortened
@@ -37,6 +36,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Precision, Training
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 
 
 def gpt(layers: int) -> Task:

@@ -11,7 +11,6 @@ from torch import nn
 
 from pipefit.capture import Task
 from pipefit.lowering import SCHEDULES, lower
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run.microbatches import Folding, shortened
 from pipefit.schema.cluster import Cluster
@@ -21,6 +20,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from support.gallery_samples import seeds
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.random_layer_chains import Whole
 from support.small_tasks import plan_of
 from support.step_peaks import step_peaks

@@ -14,13 +14,13 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.actions import Kind
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
 from support.allocator_events import measured_peaks
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of, task_of
 from support.step_peaks import step_peaks
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.separate_process import elsewhere
 from support.small_tasks import batch_of, plan_of, task_of
 

@@ -16,7 +16,6 @@ from pipefit.capture import Task
 from pipefit.lowering import lower
 from pipefit.memory.arenas import Arena, arenas_of
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.offload.copying import SlotPart
 from pipefit.runtime.offload.cuda import CudaDriver, OnStreams
@@ -25,6 +24,7 @@ from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import Member, MemberKind, parse_place
 from pipefit.schema.plan import Plan
 from support.gpu_lender import lend
+from support.known_profiles import profile
 from support.random_offloads import movable, with_disk
 from support.separate_process import elsewhere
 from support.small_tasks import batch_of, plan_of

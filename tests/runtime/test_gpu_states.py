@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pipefit.capture import Task
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
+from support.known_profiles import profile
 from support.offloaded_state import away
 from support.separate_process import elsewhere
 from support.small_tasks import batch_of, plan_of

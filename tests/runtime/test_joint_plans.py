@@ -9,11 +9,11 @@ import pytest
 from pipefit.errors import InfeasibleError
 from pipefit.models import build
 from pipefit.planner import plan
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from support.allocator_events import measured_peaks
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 4, "hidden": 64, "heads": 4, "vocabulary": 64, "sequence": 64, "attention": "eager"},

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.capture.model import chain
-from pipefit.profiler import profile
 from support.gallery_samples import seeds
+from support.known_profiles import profile
 from support.random_trainings import Case, accounts, plan_for
 from support.small_tasks import plan_of
 

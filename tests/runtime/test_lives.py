@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity
 
 from pipefit.lowering import lower
 from pipefit.memory.cuda_allocator import AllocatorSettings
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved
@@ -28,6 +27,7 @@ from pipefit.runtime.dry_run.reserved import LivesOf
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks
+from support.known_profiles import profile
 from support.random_offloads import moving
 from support.random_trainings import random_plan
 from support.small_tasks import plan_of, task_of

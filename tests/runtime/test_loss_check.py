@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify_numbers
 from support.small_tasks import plan_of
 
@@ -77,9 +76,8 @@ def test_negatives_among_the_samples_are_told() -> None:
         return {"image": torch.randn(size, 4), "text": torch.randn(size, 5)}, None
 
     task = Task(Pairs, batch=batch, loss=None, optimizer=torch.optim.SGD, name="pairs")
-    layers = len(profile(task, microbatch_size=2).layers)
     for microbatches in (1, 2):
-        plan = plan_of(task, [layers], microbatches=microbatches)
+        plan = plan_of(task, [...], microbatches=microbatches)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             Trainer(task, plan)

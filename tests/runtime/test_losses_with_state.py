@@ -15,12 +15,12 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.planner import plan as plan_of_profile
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.small_tasks import batch_of, plan_of, task_of
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from pipefit.errors import PipefitWarning
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.small_tasks import batch_of, plan_of, task_of
 
 

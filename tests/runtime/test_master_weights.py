@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.options import StepReport
 from pipefit.schema.cluster import Cluster
@@ -23,6 +22,7 @@ from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from support.copies_by_hand import FIRST_SCALE, ByHand
+from support.known_profiles import profile
 from support.small_tasks import profile_of
 
 Batch = tuple[Tensor, Tensor]

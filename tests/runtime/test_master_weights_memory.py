@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -25,6 +24,7 @@ from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from support.allocator_events import measured_peaks
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 
 PRECISIONS = ("master-bfloat16", "master-float16")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

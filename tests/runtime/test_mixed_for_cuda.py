@@ -17,7 +17,6 @@ from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from pipefit.planner import plan
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.engine.specializations import (
     Retracing,
@@ -33,6 +32,7 @@ from pipefit.schema.training import Precision
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
 from support.huggingface_models import TINY
+from support.known_profiles import profile
 
 PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")
 

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 import pipefit
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from support.known_profiles import profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

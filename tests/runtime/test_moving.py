@@ -21,7 +21,6 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.lowering import lower
 from pipefit.memory.arenas import arenas_of, lent_bytes
 from pipefit.memory.storages import StageStorages
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.dry_run.layers import Shortened
 from pipefit.runtime.offload.moving import Luggage
@@ -34,6 +33,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Category, Trace
 from pipefit.simulator import simulate
 from support.allocator_events import measured_peaks
+from support.known_profiles import profile
 from support.memory_samples import samples, step_peaks_of
 from support.offload_choices import movable
 from support.random_offloads import Attention, make_batch, make_chain, moving, with_disk

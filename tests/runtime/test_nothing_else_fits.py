@@ -14,7 +14,6 @@ import pipefit
 from pipefit.capture import Task
 from pipefit.errors import InfeasibleError
 from pipefit.memory.storages import StageStorages
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.actions import Subject
 from pipefit.schema.cluster import Cluster
@@ -25,6 +24,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from support.known_profiles import profile
 from support.small_tasks import batch_of
 
 DEVICES, SIZE, MICROBATCHES, STEPS = 2, 8, 6, 3

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from support.gallery_samples import seeds
+from support.known_profiles import profile
 from support.random_layer_chains import odd_chain
 from support.random_trainings import random_plan
 from support.small_tasks import plan_of

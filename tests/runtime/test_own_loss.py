@@ -17,7 +17,6 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.largest.task_plans import plan as planned
 from pipefit.models.hugging_face import hf
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -27,6 +26,7 @@ from pipefit.simulator import simulate
 from support.allocator_events import measured_peaks
 from support.gallery_samples import sampled
 from support.huggingface_models import TINY
+from support.known_profiles import profile
 from support.small_tasks import SGD
 
 STEPS = 2

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import recompute_decisions
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import SGD, plan_of
 
 
@@ -181,7 +181,7 @@ def test_a_module_whose_argument_is_a_tuple_gets_one(count: int) -> None:
         return (tuple(torch.randn(size, 4) for _ in range(count)),), torch.randn(size, 4)
 
     task = replace(task_of(["tensor", "tensor"]), module=Paired, batch=batch, loss=nn.functional.mse_loss)
-    plan = plan_of(task, [len(profile(task, microbatch_size=4).layers)], size=4, microbatches=1)
+    plan = plan_of(task, [...], size=4, microbatches=1)
     torch.manual_seed(1)
     trainer, given = Trainer(task, plan), task.batch(4)
     torch.manual_seed(0)

@@ -22,13 +22,13 @@ from pipefit.capture import Task
 from pipefit.checkpoints import export, find, load_state_dict, plain
 from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.launch import restarts
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.tensor_parallel.forms import DimSplit, TensorShard
 from support.full_disk import full_disk
+from support.known_profiles import profile
 from support.pretrained_models import PRETRAINED
 from support.resumed_tasks import ADAMW
 from support.small_tasks import batch_of, plan_of

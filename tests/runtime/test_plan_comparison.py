@@ -20,7 +20,6 @@ from pipefit.capture.plain_training import DrawRecording, Draws, MeanDraws, Repl
 from pipefit.capture.sample import sample
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify_numbers
 from pipefit.runtime.checks import comparison
 from pipefit.runtime.checks.plan_comparison import PlanNumbers, compare_plan
@@ -39,6 +38,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.tensor_parallel import comparison as lockstep
 from pipefit.tensor_parallel import forms
+from support.known_profiles import profile
 from support.offload_choices import movable
 
 WIDTH, MICROBATCHES = 8, 3

@@ -17,7 +17,6 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.models import build
 from pipefit.planner import plan as make_plan
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -25,6 +24,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled, seeds
+from support.known_profiles import profile
 from support.random_trainings import accounts, plan_for, random_case
 from support.small_tasks import plan_of, profile_of
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.processes import beside, forking
-from pipefit.profiler import profile
+from support.known_profiles import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved

@@ -18,13 +18,13 @@ from pipefit.fake_cuda import chain as sizes_of_a_model
 from pipefit.fake_cuda.chain import fake_chain
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import lower
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.decisions import Decision, Microbatches, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled, seeds
+from support.known_profiles import profile
 from support.local_batches import Plain, batches, equal, parameters, random_grids, sliced_plan
 from support.replicated_models import MODELS, Table, replicated
 from support.small_tasks import batch_of, in_one_process, task_of

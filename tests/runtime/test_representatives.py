@@ -15,7 +15,6 @@ import torch
 from pipefit.lowering import step_programs
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.processes import beside, forking
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved
@@ -30,6 +29,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
 from pipefit.schema.training import Training
 from support.gallery_samples import sampled, seeds
+from support.known_profiles import profile
 from support.local_batches import random_grids, sliced_plan
 from support.offloaded_state import away
 from support.replicated_models import precise, replicated

@@ -19,7 +19,6 @@ from pipefit.fake_cuda.target import FakeTarget
 from pipefit.lowering import lower
 from pipefit.memory.cuda_allocator import AllocatorSettings, Lifetimes
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.dry_run.reserved import allocator_peaks
 from pipefit.schema.cluster import Cluster
@@ -29,6 +28,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import AllocatorPeaks, DeviceTrace, Trace
 from pipefit.schema.training import Training
+from support.known_profiles import profile
 from support.plain_caching_allocator import Pages, Plain
 from support.small_tasks import plan_of, task_of
 from support.two_pool_model import on_gpus, wide, wide_profile

@@ -21,13 +21,13 @@ import pipefit
 from pipefit.checkpoints import folders
 from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.lowering import lower
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.options import Saving
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.texts import counted
+from support.known_profiles import profile
 from support.process_tree import children, environment
 from support.resumed_tasks import SEED, mortal, named, plan_for, undisturbed
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, UsageError
 from pipefit.lowering import lower
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, trainer
 from pipefit.runtime.comm import transport
 from pipefit.runtime.options import Supervision
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, parse_program
+from support.known_profiles import profile
 from support.small_tasks import batch_of, plan_of, task_of, trainer_of
 
 

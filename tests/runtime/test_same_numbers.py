@@ -16,13 +16,13 @@ import gallery
 from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.engine.forward_backward import seed_layer
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.schema.actions import Action
 from pipefit.schema.plan import Plan
 from support.gallery_samples import seeds
+from support.known_profiles import profile
 from support.random_trainings import random_plan
 from support.small_tasks import plan_of, profile_of
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.comm import transport
@@ -24,6 +23,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.local_batches import Plain, batches, equal
 from support.offload_choices import movable
 from support.sharded_stages import WIDTH, Degrees, divided, grid_plan

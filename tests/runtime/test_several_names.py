@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.report.plan import stage_table
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
@@ -27,6 +26,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.units import format_bytes
+from support.known_profiles import profile
 from support.shared_parameters import MODELS, Plain, task_of
 from support.small_tasks import batch_of
 

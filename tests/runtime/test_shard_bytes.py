@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pipefit.errors import UsageError
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.runtime.comm import transport
 from pipefit.runtime.engine.tensor_groups import without_peers
@@ -23,6 +22,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.offload_choices import movable
 from support.sharded_stages import MODELS, divided, grid_plan
 from support.step_peaks import step_peaks

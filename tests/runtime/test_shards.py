@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, certify_numbers, train
 from pipefit.runtime.engine import specializations
 from pipefit.runtime.engine.tensor_groups import Together
@@ -30,6 +29,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import collectives
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.local_batches import Plain, batches, equal
 from support.offload_choices import movable
 from support.sharded_stages import GRIDS, MODELS, divided, grid_plan, profiled

@@ -25,7 +25,6 @@ from pipefit.capture.exporting import arguments, the_loss
 from pipefit.errors import UsageError
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
@@ -36,6 +35,7 @@ from pipefit.tensor_parallel.tracing import blocks_begin
 from support.gallery_samples import sampled
 from support.huggingface_models import SMALL as WIDTHS
 from support.huggingface_models import TEXT, TINY
+from support.known_profiles import profile
 from support.offload_choices import movable, random_place
 from support.ranks_and_whole import InDouble
 from support.sharded_stages import grid_plan

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.engine.in_flight import move
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.small_tasks import SGD, alone, batch_of, plan_of, task_of
 from support.step_peaks import step_peaks
 

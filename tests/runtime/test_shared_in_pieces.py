@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.models import build
 from pipefit.models.hugging_face import hf
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
@@ -28,6 +27,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import task_of
 from support.step_peaks import step_peaks, too_low
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.profiler import profile
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import plan_of, task_of
 from support.step_peaks import step_peaks
 

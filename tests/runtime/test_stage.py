@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.trace import Category, MemorySample
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 
 STEPS = 3

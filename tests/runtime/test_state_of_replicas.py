@@ -14,7 +14,6 @@ import torch
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
 from pipefit.memory.arenas import arenas_of, lent_bytes
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.actions import Kind, Subject
 from pipefit.schema.decisions import Decision, StateKind, What
@@ -23,6 +22,7 @@ from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.local_batches import batches, equal, sliced_plan
 from support.offloaded_state import away
 from support.random_state_offloads import runs

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.hardware import Hardware
@@ -31,6 +30,7 @@ from pipefit.schema.decisions import Decision, State, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.program import Program
 from support.asynchronous_decisions import mixed
+from support.known_profiles import profile
 from support.lagging_gpu import LaggingGpu, Machine
 from support.offloaded_state import (
     EACH,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from support.buffer_feedback import WIDTH, Average, task_with
+from support.known_profiles import profile
 from support.small_tasks import batch_of, plan_of
 
 MICROBATCHES, STEPS = 3, 2

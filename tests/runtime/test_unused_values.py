@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 from support.step_peaks import step_peaks
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 from support.step_peaks import step_peaks, too_low
 

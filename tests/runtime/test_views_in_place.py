@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.trace import Category
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.small_tasks import alone, batch_of, plan_of, task_of, trainer_of
 from support.step_peaks import step_peaks
 

@@ -18,7 +18,6 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.report import show
 from pipefit.report.show import describe_profile
 from pipefit.runtime import Trainer, certify
@@ -35,6 +34,7 @@ from pipefit.simulator.simulation import contents
 from pipefit.tensor_parallel.comparison import Turn, pause
 from support.asynchronous_decisions import moved
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.local_batches import sliced_plan
 from support.small_tasks import batch_of, plan_of, task_of
 from support.step_peaks import step_peaks

@@ -13,7 +13,6 @@ import pytest
 
 from pipefit.memory.stage import Costs
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid, Stage
@@ -24,6 +23,7 @@ from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
 from pipefit.simulator.timed_program import alike
 from pipefit.timing import sum_for_all, ways_of_sum
+from support.known_profiles import profile
 
 DEVICES = 16
 KIND = """name = "made"

@@ -14,13 +14,13 @@ from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, SCHEDULES
 from pipefit.memory.stage import Costs
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.schema.decisions import Decision, Run, What
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
+from support.known_profiles import profile
 from support.random_offloads import moving
 from support.random_state_offloads import moving_states
 from support.random_trainings import random_plan

@@ -11,12 +11,12 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import assembled
 from pipefit.simulator.clock import mean_cycle, repeating
+from support.known_profiles import profile
 from support.random_offloads import moving
 from support.random_state_offloads import moving_states
 from support.random_trainings import random_plan

@@ -17,7 +17,6 @@ from pipefit.lowering import rank_programs
 from pipefit.memory.stage import Costs
 from pipefit.memory.storages import effect
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.schema.actions import Message
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Microbatches, State
@@ -29,6 +28,7 @@ from pipefit.simulator import assembled as lowering
 from pipefit.simulator.assembled import Assembled, Parts, Turns
 from pipefit.simulator.timed_program import COMPUTE, JOIN, POST, Collected, Own, TimedDevice
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.random_offloads import moving
 from support.random_state_offloads import moving_states
 from support.random_trainings import ROOM, random_plan

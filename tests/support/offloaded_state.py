@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.state import StageState
 from pipefit.schema.decisions import Decision, State, StateKind, What
@@ -22,6 +21,7 @@ from pipefit.schema.devices import parse_place
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.trace import Trace
+from support.known_profiles import profile
 from support.small_tasks import batch_of, plan_of, task_of
 
 STEPS = 3

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from pipefit.profiler import profile
 from pipefit.schema.decisions import StateKind, What
 from pipefit.schema.grids import Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.offloaded_state import away
 from support.sharded_stages import divided, grid_plan
 

@@ -22,7 +22,6 @@ from torch.optim import lr_scheduler
 
 from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.checkpoint import background_saver, checkpointing
 from pipefit.runtime.comm.transport import Network
@@ -37,6 +36,7 @@ from pipefit.schema.trace import Stream
 from pipefit.schema.training import Training
 from support import counted_sleep
 from support.full_disk import fill_disk
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 SYNCHRONOUS = ("gpipe", "1f1b", "torchgpipe", "eager-1f1b")

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from pipefit import Plan, Training, load, load_cluster
 from pipefit.capture import Task
 from pipefit.checkpoints import whole
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.grids import Grid, Stage
 from support import sharded_stages
+from support.known_profiles import profile
 
 BATCH, STEPS, MACHINES, EACH, SAVED = 8, 5, 2, 2, "saved"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
+from support.known_profiles import profile
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -60,23 +61,13 @@ def task_of(
 
 
 def profile_of(task: Task, size: int) -> ModelProfile:
-    """Return the profile of a task at one size, for this process's number of threads. Cached for all tests
-    whose tasks use the same functions; an existing module is profiled again, because training changes it.
-    """
-    threads = torch.get_num_threads()
-    return (_made if isinstance(task.module, nn.Module) else _made_once)(task, size, threads)
-
-
-def _made(task: Task, size: int, threads: int) -> ModelProfile:
-    return profile(task, microbatch_size=size, threads=threads)
-
-
-_made_once = lru_cache(maxsize=256)(_made)
+    """Return the profile of a task at one size, for this process's number of threads."""
+    return profile(task, microbatch_size=size, threads=torch.get_num_threads())
 
 
 def plan_of(
     task: Task,
-    split: Sequence[int],
+    split: Sequence[int | EllipsisType],
     *,
     size: int = 2,
     microbatches: int = 2,
@@ -87,16 +78,18 @@ def plan_of(
     profiled: ModelProfile | None = None,
 ) -> Plan:
     """Build a plan: stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has
-    `memory_bytes`.
+    `memory_bytes`. One stage may hold all other layers, as `...`.
 
     The task is profiled, unless it is `profiled` already.
     """
-    cuts, devices = [0, *itertools.accumulate(split)], devices or len(split)
+    found = profiled or profile_of(task, size)
+    rest = len(found.layers) - sum(count for count in split if count is not ...)
+    cuts = [0, *itertools.accumulate(rest if count is ... else count for count in split)]
+    devices = devices or len(split)
     stages = tuple(
         Stage(start=start, stop=stop, grid=Grid.of(number % devices))
         for number, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
-    found = profiled or profile_of(task, size)
     return Plan(
         profile=found,
         cluster=Cluster.emulated((devices, memory_bytes)),

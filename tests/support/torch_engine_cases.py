@@ -13,13 +13,13 @@ import torch
 import gallery
 from pipefit.capture import Task
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import SavedTensors
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Precision, Training
+from support.known_profiles import profile
 from support.random_decisions import compacted
 from support.random_layer_chains import odd_chain
 from support.random_trainings import ROOM, random_model, random_plan

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pipefit.capture import Task
-from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
+from support.known_profiles import profile
 from support.small_tasks import task_of
 
 

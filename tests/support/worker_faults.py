@@ -21,10 +21,10 @@ import torch
 from page_tables import markdown, put
 from pipefit.checkpoints import find
 from pipefit.errors import PipefitWarning, WorkerFailed
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.options import Saving
 from pipefit.schema.plan import Plan
+from support.known_profiles import profile
 from support.resumed_tasks import HAPPENED, SEED, faulty, named, plan_for
 from support.sharded_stages import grid_plan
 

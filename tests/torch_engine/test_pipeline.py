@@ -29,7 +29,6 @@ from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import PeerLost, UsageError
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
 from pipefit.schema.devices import parse_place
@@ -37,6 +36,7 @@ from pipefit.schema.grids import Grid
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
+from support.known_profiles import profile
 from support.selecting_layers import selecting
 from support.sharded_stages import Degrees, divided, grid_plan, profiled
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of

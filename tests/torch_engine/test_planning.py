@@ -12,9 +12,9 @@ import pipefit
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.memory import receives_ahead
-from pipefit.profiler import profile
 from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
+from support.known_profiles import profile
 from support.small_tasks import profile_of, task_of
 
 ahead = pytest.mark.skipif(

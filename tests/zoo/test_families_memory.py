@@ -11,7 +11,6 @@ import pytest
 from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import RECOMPUTE, Recompute, recompute_decisions
 from pipefit.models import build
-from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -20,6 +19,7 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import simulate
 from support.gallery_samples import sampled
+from support.known_profiles import profile
 from support.random_trainings import Account, Case, accounts
 
 AMOEBANET: dict[str, Any] = {"layers": 3, "filters": 16, "num_classes": 5, "image_size": 64}
