@@ -42,6 +42,7 @@ from pipefit.schema.json_io import save
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
 from pipefit.simulator import simulate
+from support.known_profiles import profile
 from support.pipelines import make_plan, random_profile
 
 LAYERS = 6
@@ -54,7 +55,7 @@ def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", *
         "gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8, tied=more.pop("tied", False)
     )
     return pipefit.plan(
-        pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
+        profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
         microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, data=1, tensor=1, **more,
     )  # fmt: skip
 
@@ -139,7 +140,7 @@ def of_llama(stages: int = 2) -> Plan:
     task = hf("llama", num_hidden_layers=4, hidden_size=16, num_attention_heads=2, intermediate_size=32,
                  vocab_size=32, sequence=8)  # fmt: skip
     return pipefit.plan(
-        pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
+        profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
         microbatches=4, batch_size=8, stages=stages, schedule="1f1b", data=1, tensor=1,
     )  # fmt: skip
 

@@ -476,7 +476,7 @@ def test_a_plan_for_a_card() -> None:
 
 def test_a_budget_that_cannot_be_kept_says_what_would_do() -> None:
     """The error names the least peak; that peak as the budget is kept."""
-    module = Language()
+    module = Language(layers=1)
     optimizer = torch.optim.AdamW(module.parameters())
     with pytest.raises(InfeasibleError, match=r"in 10\.00 KiB does not fit: the least peak") as raised:
         apply(module, budget="10 KiB", batch=tokens(), optimizer=optimizer, loss=classes)

@@ -133,12 +133,12 @@ def test_a_refusal_names_what_ranks_need_and_a_proof() -> None:
     """A plan fits the memory that ranks are said to need; without room for a layer, the message has the proof."""
     wide = task_of(lambda: [nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 16)], inputs=16, outputs=16)
     with pytest.raises(InfeasibleError) as refusal:
-        pipefit.plan(wide, Cluster.emulated((2, 20 << 10)), batch_size=2)
+        pipefit.plan(wide, Cluster.emulated((2, 20 << 10)), batch_size=1)
     [need] = re.findall(r"With 2 tensor-parallel ranks, a device would need ([\d.]+) KiB", str(refusal.value))
-    found = pipefit.plan(wide, Cluster.emulated((2, round((float(need) + 0.01) * 1024))), batch_size=2)
+    found = pipefit.plan(wide, Cluster.emulated((2, round((float(need) + 0.01) * 1024))), batch_size=1)
     assert found.stages[0].grid.tensor == 2
     with pytest.raises(InfeasibleError, match=r"No plan fits this cluster: layer \S+ needs at least"):
-        pipefit.plan(wide, Cluster.emulated((2, 4 << 10)), batch_size=2)
+        pipefit.plan(wide, Cluster.emulated((2, 4 << 10)), batch_size=1)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import pipefit
+from pipefit.capture import Task
 from pipefit.cli import main
 from pipefit.errors import UsageError
-from pipefit.recipes import RecipeAnswer, answer, describe, read
+from pipefit.profiler import OnDemand
+from pipefit.recipes import RecipeAnswer, answer, answers, describe, read
 from pipefit.recipes.answers import task_of
+from pipefit.recipes.readers import Recipe
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.json_io import load_cluster
 from pipefit.tables import plain
@@ -48,6 +52,34 @@ def file(llama: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let answers about equal models share their traces and profiles."""
+    make, on_demand = answers.task_of, answers.OnDemand
+
+    def task_once(recipe: Recipe) -> Task:
+        parts = (
+            recipe.model,
+            recipe.settings,
+            recipe.sequence,
+            recipe.optimizer,
+            recipe.adapters,
+            recipe.precision,
+        )
+        return TASKS.setdefault(repr(parts), make(recipe))
+
+    def profiled_once(task: Task, **options: Any) -> OnDemand:
+        key = id(task), repr(options)
+        if key not in PROFILES:
+            PROFILES[key] = on_demand(task, **options)
+        return PROFILES[key]
+
+    monkeypatch.setattr(answers, "task_of", task_once)
+    monkeypatch.setattr(answers, "OnDemand", profiled_once)
+
+
+TASKS: dict[str, Task] = {}
+PROFILES: dict[tuple[int, str], OnDemand] = {}
 ANSWERS: dict[tuple[str, int], RecipeAnswer] = {}
 
 

@@ -5,9 +5,9 @@ arguments, and a model repeats the same few thousand operations. `FakeTensorMode
 takes three times as long, does not cover operations on lists of tensors, and returns two tensors for an
 operation that returned one twice; so it is turned off.
 
-Cached are operations of torch itself, over plain fake tensors without known values, whose results do not
-depend on values, and that do not change the form of an argument. Each result is an argument, a view of the
-only tensor among the arguments, or a tensor in a new storage. All other operations run in torch each time.
+Cached are operations of torch itself, over plain fake tensors of which one at least has no known value, whose
+results do not depend on values, and that do not change the form of an argument. Each result is an argument, a
+view of the only tensor among the arguments, or a tensor in a new storage. All other operations run each time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_LIFT = torch.ops.aten.lift_fresh.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add_.Tensor
+_COUNTING = frozenset({_LIFT, _ITEM, _ADD})
 
 Key = tuple[object, ...]
 Known = dict[Any, dict[Key, Any]]  # results by operation and key
@@ -103,12 +107,12 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._run(func, types, args, kwargs)
         known = self._known.setdefault(func, {})
         tensors: list[FakeTensor] = []
-        key = self._key(args, kwargs, tensors)
+        key = self._key(func, args, kwargs, tensors)
         result = None if key is None else known.get(key)
         if result is not None:
             return self._made(result, tensors)
         out = self._run(func, types, args, kwargs)
-        if key is not None and self._key(args, kwargs, []) == key:
+        if key is not None and self._key(func, args, kwargs, []) == key:
             result = _found(out, tensors, set())
             if result is not None:
                 known[key] = result
@@ -116,10 +120,46 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run torch's own fake mode."""
-        return self.dispatch(func, types, args, kwargs)
+        if func.namespace == "profiler":
+            with without_torch_dispatch():
+                return func(*args, **kwargs)
+        result = self._counted(func, args) if func in _COUNTING and not kwargs else None
+        return self.dispatch(func, types, args, kwargs) if result is None else result
 
-    def _key(self, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
+    def _counted(self, func: Any, args: Any) -> Any:
+        """Return the result of an operation by which optimizers count steps, in a tenth of torch's time.
+
+        It makes a tensor of a number, reads it or adds a number to it. The result is None for other arguments.
+        """
+        number = args[0]
+        if func is _LIFT:
+            if type(number) is not Tensor or number.dim() or number.device != _CPU or number.requires_grad:
+                return None
+            with without_torch_dispatch():
+                known, empty = number.clone(), torch.empty((), dtype=number.dtype, device=_META)
+            made = self._new(empty, _CPU)
+            self.know(made, known)
+            return made
+        if type(number) is not FakeTensor or number.constant is None:
+            return None
+        with without_torch_dispatch():
+            if func is _ITEM:
+                return number.constant.item()
+            if type(args[1]) not in {int, float}:
+                return None
+            number.constant.add_(*args[1:])
+            return number
+
+    def know(self, tensor: Tensor, known: Tensor) -> None:
+        """Give a fake number a value."""
+        assert isinstance(tensor, FakeTensor)
+        tensor.constant = known
+        self.fake_tensor_converter.add_constant_storage_mapping(tensor)
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
         """Return a key of everything that determines the results; None if it is incomplete.
+
+        Known values matter if the operation has no other tensors, or changes one.
 
         The tensors among the arguments are added to `tensors`.
         """
@@ -132,7 +172,8 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             result += kwargs
             if not self._describe(kwargs.values(), result, tensors):
                 return None
-        return tuple(result)
+        known = sum(tensor.constant is not None for tensor in tensors)
+        return None if known and (known == len(tensors) or func._schema.is_mutable) else tuple(result)
 
     def _describe(self, items: Iterable[Any], found: list[object], tensors: list[FakeTensor]) -> bool:
         """Add the description of these arguments to `found`; return whether it is complete."""
@@ -161,10 +202,9 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a tensor of this mode is determined by its form: without value, not a lazy view."""
+        """Return whether a tensor of this mode is determined by its form and value: it is no lazy view."""
         return (
             tensor.fake_mode is self
-            and tensor.constant is None
             and tensor.layout is torch.strided
             and not tensor._has_symbolic_sizes_strides
             and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())

@@ -621,12 +621,6 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
                 self.by_value[unknown(func)] = None
             return result
 
-    def know(self, tensor: Tensor, known: Tensor) -> None:
-        """Give a fake number a value."""
-        assert isinstance(tensor, FakeTensor)
-        tensor.constant = known
-        self.fake_tensor_converter.add_constant_storage_mapping(tensor)
-
     def _forget_numbers(self, args: Any) -> None:
         """Forget the values of parameters that were made from known numbers: training changes them."""
         for arg in args:

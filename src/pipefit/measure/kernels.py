@@ -192,9 +192,16 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
 
 def in_layout(layout: Layout, storages: dict[int, Tensor], device: torch.device) -> Tensor:
     """Return a tensor of this layout in its storage of `storages`, which is made if it is missing."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
     if layout.storage not in storages:
-        storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=device)
-    elements = storages[layout.storage].view(getattr(torch, layout.dtype))
+        count, odd = divmod(layout.storage_bytes, dtype.itemsize)
+        storages[layout.storage] = (
+            torch.empty(layout.storage_bytes, dtype=torch.uint8, device=device)
+            if odd
+            else torch.empty(count, dtype=dtype, device=device)
+        )
+    elements = storages[layout.storage]
+    elements = elements if elements.dtype == dtype else elements.view(dtype)
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
 
 
