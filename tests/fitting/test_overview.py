@@ -358,17 +358,17 @@ def test_a_proof_does_not_count_workspace_that_larger_microbatches_may_not_need(
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "sequences"),
+    ("name", "settings", "ranks", "sequences"),
     [
-        ("gpt", {"layers": 1, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 5000}, True),
-        ("mlp", {"widths": (64, 256, 64, 1000)}, False),
+        ("gpt", {"layers": 1, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 5000}, 2, True),
+        ("mlp", {"widths": (64, 256, 64, 1000)}, (2, 4), False),
     ],
 )
 def test_a_proof_holds_for_layers_that_ranks_divide(
-    name: str, settings: dict[str, Any], sequences: bool
+    name: str, settings: dict[str, Any], ranks: Any, sequences: bool
 ) -> None:
     """No rank of a measured layer, or of the loss, needs less than a proof says of its part of the whole one."""
-    found = profile(build(name, **settings), microbatch_size=1, tensor=(2, 4), sequences=sequences)
+    found = profile(build(name, **settings), microbatch_size=1, tensor=ranks, sequences=sequences)
     whole, *divided = ((*one.costs, one.loss) for one in found.measurements)
     for measurement, costs in zip(found.measurements[1:], divided, strict=True):
         for one, other in zip(whole, costs, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,11 @@ from pipefit.capture.refusals import DRAWS, Refusal
 from pipefit.schema.profile import Target
 
 
-def python_state() -> bytes:
+def python_state() -> tuple[object, ...]:
     """Return the states of Python's and numpy's generators, whose changes show draws."""
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    numpys: Any = np.random.get_state()
+    kind, key, *numbers = numpys
+    return random.getstate(), kind, key.tobytes(), numbers
 
 
 @contextmanager

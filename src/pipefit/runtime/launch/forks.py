@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")  # Linux's limit for sockets
 _ENDING_SECONDS, _PAUSE_SECONDS = 60, 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # other C libraries do not read them
-# Modules that the fork server imports; making an optimizer imports the last
-_IMPORTED = ["pipefit.runtime.launch.fork_server", "torch._dynamo.config"]
+# Modules that the fork server imports; making an optimizer imports the second, and tracing a model the last
+_IMPORTED = ["pipefit.runtime.launch.fork_server", "torch._dynamo.config", "torch.export._trace"]
 _UNKNOWN = 255  # exit code that multiprocessing reports if the fork server is gone
 _LEAST = 4  # processes and threads of a worker: itself, its parent watcher, two of gloo
 _FILES, _FILES_EACH = 12, 4  # open files of this process for the first worker's start, and for each worker
