@@ -38,6 +38,30 @@ def test_they_are_cast_and_moved_and_their_numbers_are_not_known(target: Target)
             gated[0].gate.item()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_known_numbers_follow_operations_on_known_numbers_alone(target: Target) -> None:
+    """Counted steps and results of known numbers are read; a number that is changed by an unknown one is not known.
+
+    Operations on unknown numbers of the same form have run before, so their results are cached.
+    """
+    with FakeTarget(target) as fake, fake.assuming_nothing():
+        unknown = torch.empty(())
+        _ = unknown * unknown, unknown.clone().mul_(unknown)
+        original = torch.zeros(())
+        step, count = torch.tensor(0.5), torch.tensor(3)
+        step += 1
+        count += 1
+        step.add_(2, alpha=2)
+        assert (step.item(), count.item(), original.item()) == (5.5, 4, 0.0)
+        assert step.add_(count) is step
+        assert step.item() == 9.5
+        assert (step * torch.tensor(2.0)).item() == 19.0
+        for result in (step * unknown, unknown * step, step.mul_(unknown), step):
+            assert result.shape == () and result.dtype == torch.float32
+            with pytest.raises(DataDependentOutputException):
+                result.item()
+
+
 @pytest.mark.parametrize("precision", [None, "bfloat16", "master-bfloat16"])
 def test_a_factory_is_profiled_as_the_module_that_it_builds(precision: Precision | None) -> None:
     """The result is the same whether the factory or the task's precision casts the parameters."""
