@@ -86,7 +86,7 @@ class Language(nn.Module):
         shared: bool = False,
         dropout: float = 0.0,
         masked: bool = False,
-        layers: int = 3,
+        layers: int = 2,
     ):
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
