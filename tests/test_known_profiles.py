@@ -1,4 +1,4 @@
-"""Profiles that tests share are those of the profiler, and differ where tasks or options do."""
+"""Profiles that tests share equal those of the profiler; other tasks or options have other profiles."""
 
 from __future__ import annotations
 

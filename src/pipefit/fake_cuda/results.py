@@ -5,9 +5,9 @@ arguments, and a model repeats the same few thousand operations. `FakeTensorMode
 takes three times as long, does not cover operations on lists of tensors, and returns two tensors for an
 operation that returned one twice; so it is turned off.
 
-Cached are operations of torch itself, over plain fake tensors of which one at least has no known value, whose
-results do not depend on values, and that do not change the form of an argument. Each result is an argument, a
-view of the only tensor among the arguments, or a tensor in a new storage. All other operations run each time.
+Cached are operations of torch itself, over plain fake tensors, whose results do not depend on values, and that
+do not change the form of an argument. At least one tensor lacks a known value. Each result is an argument, a view
+of the only tensor among the arguments, or a tensor in a new storage. All other operations run in torch each time.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
         """Return a key of everything that determines the results; None if it is incomplete.
 
-        Known values matter if the operation has no other tensors, or changes one.
+        Known values matter if all tensors have one, or if the operation changes a tensor.
 
         The tensors among the arguments are added to `tensors`.
         """
@@ -202,7 +202,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a tensor of this mode is determined by its form and value: it is no lazy view."""
+        """Return whether a tensor of this mode is determined by form and value, unlike a lazy view."""
         return (
             tensor.fake_mode is self
             and tensor.layout is torch.strided
