@@ -24,7 +24,7 @@ from support.gallery_samples import sampled
 from support.local_batches import equal, parameters
 from support.memory_samples import samples
 from support.random_decisions import compacted
-from support.sharded_stages import GRIDS, MODELS, divided, grid_plan, profiled
+from support.sharded_stages import GRIDS, MODELS, divided, grid_plan
 from support.small_tasks import in_one_process
 from support.step_peaks import step_peaks
 
@@ -44,7 +44,7 @@ def random_plan(name: str, schedule: str, rng: Random) -> Plan:
     cuts = sorted(rng.sample(range(1, 6), count - 1)) if name != "tied" else [5][: count - 1]
     least = count if schedule == "pipedream-2bw" else 1
     plan = grid_plan(
-        profiled(name), [0, *cuts, 6], degrees, microbatches=rng.randint(least, 4), schedule=schedule, rng=rng
+        name, [0, *cuts, 6], degrees, microbatches=rng.randint(least, 4), schedule=schedule, rng=rng
     )
     stages = tuple(
         replace(
@@ -151,7 +151,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
     """Workers have one process's losses and peaks, for replicas that shard gradients in buckets, all-reduced
     in the next step, before two shards.
     """
-    plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (1, 2)], schedule=schedule)
+    plan = grid_plan("dropped", [0, 4, 6], [(2, 1), (1, 2)], schedule=schedule)
     grid = replace(plan.stages[0].grid, shard="gradients", buckets=2)
     plan = replace(plan, stages=(replace(plan.stages[0], grid=grid), plan.stages[1]))
     task = partial(divided, "dropped", optimizer=MOMENTUM)
@@ -165,7 +165,7 @@ def test_workers_do_what_one_process_does(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_replicas_that_do_the_same_are_run_dry_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all stages have the same number of replicas, the first ones are run dry for all, with equal samples."""
-    plan = grid_plan(profiled("dropped"), [0, 4, 6], [(2, 1), (2, 1)], schedule=schedule, microbatches=3)
+    plan = grid_plan("dropped", [0, 4, 6], [(2, 1), (2, 1)], schedule=schedule, microbatches=3)
     task, ran = divided("dropped", optimizer=MOMENTUM), list[int]()
     assembled = dry_run.assemble
 

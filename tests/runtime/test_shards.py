@@ -52,7 +52,7 @@ def random_plan(name: str, seed: int, **training: Any) -> Plan:
     edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
     schedule = rng.choice(["gpipe", "1f1b"])
     return grid_plan(
-        profiled(name), edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training
+        name, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training
     )
 
 
@@ -91,7 +91,7 @@ def test_statistics_of_samples_are_whole_where_only_shards_divide_a_stage() -> N
     state dict all of them.
     """
     task = divided("normed", optimizer=MOMENTUM)
-    plan = grid_plan(profiled("normed"), [0, 3, 6], [(1, 4), (1, 2)])
+    plan = grid_plan("normed", [0, 3, 6], [(1, 4), (1, 2)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     for inputs, targets in batches(task, plan, 2):
         trainer.step((inputs, targets))
@@ -148,7 +148,9 @@ def test_a_loss_takes_a_parameter_that_the_model_returns(degrees: list[tuple[int
 def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
     """The gradient norm over two batches counts divided parts and whole parameters once."""
     task, norm = divided("tied", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
-    found = replace(profiled("tied"), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    found = replace(
+        profiled("tied", [(2, 2), (1, 2)]), fingerprint=profile(task, microbatch_size=4).fingerprint
+    )
     plan = grid_plan(found, [0, 2, 6], [(2, 2), (1, 2)], clip_norm=norm)
     trainer, plain = Trainer(task, plan, accumulate=2), Plain(task, plan)
     (first, one), (second, other) = batches(task, plan, 2)
@@ -170,7 +172,7 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
     """Eighteen samples of 24 train as in plain training, in microbatches of twelve and six, and can be
     evaluated.
     """
-    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan(profiled("tied"), [0, 2, 6], [(3, 2), (1, 2)])
+    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan("tied", [0, 2, 6], [(3, 2), (1, 2)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
     for count in (18, 24):
@@ -198,7 +200,7 @@ def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
     """
     task = divided("normed", optimizer=MOMENTUM)
     shards, whole = (
-        Trainer(task, grid_plan(profiled("normed"), [0, 5, 6], how, schedule=schedule))
+        Trainer(task, grid_plan("normed", [0, 5, 6], how, schedule=schedule))
         for how in (degrees, [(1, 1), (1, 1)])
     )
     inputs, targets = batch_of(task, shards.plan)
@@ -210,7 +212,7 @@ def test_the_last_microbatch_may_be_smaller_where_only_shards_divide_stages(
 
 def test_an_evaluation_uses_the_statistics_of_all_channels() -> None:
     """An evaluation uses the statistics of all channels, and buffers outside the state dict."""
-    task, plan = divided("normed", optimizer=MOMENTUM), grid_plan(profiled("normed"), [0, 6], [(1, 4)])
+    task, plan = divided("normed", optimizer=MOMENTUM), grid_plan("normed", [0, 6], [(1, 4)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
     trainer.step((inputs, targets))
@@ -239,7 +241,9 @@ def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Pat
     """
     adam = partial(torch.optim.AdamW, lr=0.01)
     task = divided(name, optimizer=adam)
-    found = replace(profiled(name), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    found = replace(
+        profiled(name, [(1, 2), *how[1]]), fingerprint=profile(task, microbatch_size=4).fingerprint
+    )
     saved, other = grid_plan(found, [0, 3, 6], [(1, 2), (1, 2)]), grid_plan(found, *how)
     before, after = Trainer(task, saved), Trainer(task, other, seed=1)
     never = Trainer(task, saved)
@@ -266,8 +270,8 @@ def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> Non
     """
     task = divided("normed", optimizer=MOMENTUM)
     whole, plan = (
-        grid_plan(profiled("normed"), [0, 6], [(1, 1)]),
-        grid_plan(profiled("normed"), [0, 6], [(1, 4)]),
+        grid_plan("normed", [0, 6], [(1, 1)]),
+        grid_plan("normed", [0, 6], [(1, 4)]),
     )
     one, ranks = Trainer(task, whole), Trainer(task, plan, seed=1)
     first, second = batches(task, whole, 2)
@@ -305,7 +309,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> 
         return optimizer([g for g in groups if g["params"]], lr=0.01)
 
     task = divided("dropped", optimizer=made)
-    found = replace(profiled("dropped"), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    found = replace(profiled("dropped", [(1, 2)]), fingerprint=profile(task, microbatch_size=4).fingerprint)
     why = rf"optimizer {optimizer.__name__} of dropped does not update parameters element by element"
     with pytest.raises(UsageError, match=why):
         profile(task, microbatch_size=4, tensor=2)
@@ -324,7 +328,7 @@ def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None
     is.
     """
     task = divided("normed", optimizer=partial(optimizer, lr=0.01))
-    found = replace(profiled("normed"), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    found = replace(profiled("normed", [(1, 2)]), fingerprint=profile(task, microbatch_size=4).fingerprint)
     ranks, whole = (Trainer(task, grid_plan(found, [0, 6], [degrees])) for degrees in ((1, 2), (1, 1)))
     for one in batches(task, ranks.plan, 2):
         assert ranks.step(one) == pytest.approx(whole.step(one), rel=1e-6)
@@ -339,7 +343,7 @@ def test_recomputing_and_moving_away_change_no_number() -> None:
     return from the host and, half from each, from two devices of another stage.
     """
     task = divided("dropped", optimizer=MOMENTUM)
-    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (2, 2)], microbatches=3)
+    plan = grid_plan("dropped", [0, 3, 6], [(1, 2), (2, 2)], microbatches=3)
     again = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches())
     moved = tuple(movable(plan, 1)[:3])
     place = parse_place("host*1+device0*1")
@@ -423,7 +427,7 @@ def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
     remains, and the same trainer continues with a smaller batch.
     """
     task = divided("dropped", optimizer=MOMENTUM)
-    plan = grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
+    plan = grid_plan("dropped", [0, 6], [(1, 2)])
     peaks = certify(task, plan).peak_bytes
     device = replace(plan.cluster.devices[1], memory_bytes=peaks[1] - 1)
     small = replace(plan, cluster=replace(plan.cluster, devices=(plan.cluster.devices[0], device)))
@@ -439,7 +443,7 @@ def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
 
 def test_one_process_refuses_shards_on_gpus() -> None:
     """One process refuses shards on GPUs, because backward threads cannot wait for each other."""
-    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (1, 1)])
+    plan = grid_plan("dropped", [0, 3, 6], [(1, 2), (1, 1)])
     with pytest.raises(
         UsageError, match="devices 0, 1 hold tensor shards, which a single process cannot train on GPUs"
     ):
@@ -450,7 +454,7 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
     """Ranks that would divide layers differently from the profile, as with another release, are refused,
     because workers might not meet in collectives.
     """
-    task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
+    task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan("dropped", [0, 6], [(1, 2)])
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
     with pytest.raises(
         UsageError, match="2 tensor-parallel ranks would shard dropped differently than in its profile"
@@ -464,7 +468,7 @@ def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.
     """
     task, plan = (
         divided("dropped", optimizer=MOMENTUM),
-        grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)]),
+        grid_plan("dropped", [0, 3, 6], [(2, 2), (1, 1)]),
     )
     assert "layers sharded over 2 tensor-parallel ranks agree with 5 distinct blocks" in str(
         certify_numbers(task, plan)
@@ -484,7 +488,7 @@ def test_an_evaluation_traces_each_local_batch_once_for_all_ranks(monkeypatch: p
     calls = Counter[str]()
     for name in ("fake_chain", "shard_chain"):
         monkeypatch.setattr(specializations, name, counted(calls, name, getattr(specializations, name)))
-    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan(profiled("tied"), [0, 2, 6], [(3, 2), (1, 2)])
+    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan("tied", [0, 2, 6], [(3, 2), (1, 2)])
     trainer = Trainer(task, plan)
     for _ in range(2):
         trainer.evaluate(batch_of(task, plan))

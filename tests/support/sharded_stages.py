@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from random import Random
@@ -17,12 +18,13 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import KernelMemory
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from support.known_profiles import profile
 
-WIDTH, WIDER = 8, 64
+WIDTH, WIDER, SIZE = 8, 64, 12  # the last is that of microbatches
 
 
 class Wide(nn.Module):
@@ -114,18 +116,27 @@ def _built(name: str) -> nn.Sequential:
     return nn.Sequential(*(MODELS | {"still": still})[name]()).double()
 
 
-@cache
-def profiled(name: str) -> ModelProfile:
-    """Return the profile of a model with momentum, at the sizes of all local batches, whole and divided."""
-    task = divided(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    return profile(task, microbatch_size=(12, 6, 4), tensor=(1, 2, 4))
-
-
 Degrees = tuple[int, int]  # of data and of tensor parallelism
 
 
+def profiled(name: str, degrees: Iterable[Degrees]) -> ModelProfile:
+    """Return the profile of a model with momentum for stages of these degrees, whole and divided."""
+    chosen = [(1, 1), *degrees]
+    sizes, ranks = sorted({SIZE // data for data, _ in chosen}, reverse=True), sorted({n for _, n in chosen})
+    parts = [_measured(name, size, count) for size in sizes for count in ranks]
+    measurements = dict.fromkeys(one for part in parts for one in part.measurements)
+    kernels = dict.fromkeys(one for part in parts for one in part.kernels.kernels)
+    return replace(parts[0], measurements=tuple(measurements), kernels=KernelMemory(kernels=tuple(kernels)))
+
+
+@cache
+def _measured(name: str, size: int, tensor: int) -> ModelProfile:
+    task = divided(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return profile(task, microbatch_size=size, tensor=(1, tensor))
+
+
 def grid_plan(
-    profiled: ModelProfile,
+    model: str | ModelProfile,
     edges: Sequence[int],
     degrees: Sequence[Degrees],
     *,
@@ -134,20 +145,21 @@ def grid_plan(
     **training: Any,
 ) -> Plan:
     """Return a plan with a stage between every two edges, on as many devices as its degrees require, in order
-    or shuffled by `rng`. The profile's first size is that of microbatches.
+    or shuffled by `rng`. The first size of the model's profile is that of microbatches.
     """
-    size, counts = profiled.measurements[0].microbatch_size, [data * tensor for data, tensor in degrees]
+    profile = profiled(model, degrees) if isinstance(model, str) else model
+    size, counts = profile.measurements[0].microbatch_size, [data * tensor for data, tensor in degrees]
     devices = list(range(sum(counts)))
     if rng is not None:
         rng.shuffle(devices)
     places = [sum(counts[:number]) for number in range(len(counts) + 1)]
     return Plan(
-        profile=profiled,
+        profile=profile,
         cluster=Cluster.emulated((len(devices), 1 << 30)),
         training=Training(
             batch_size=size * microbatches,
             microbatches=microbatches,
-            precision=profiled.assumptions.precision,
+            precision=profile.assumptions.precision,
             **training,
         ),
         stages=tuple(

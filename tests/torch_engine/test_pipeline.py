@@ -38,7 +38,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from support.known_profiles import profile
 from support.selecting_layers import selecting
-from support.sharded_stages import Degrees, divided, grid_plan, profiled
+from support.sharded_stages import Degrees, divided, grid_plan
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
 from support.torch_engine_cases import divided_case, divided_task, engine_case, engine_task
 from support.torch_engine_workers import STEPS, Workers, whole_copy
@@ -138,7 +138,7 @@ def shared_out(
     name: str, edges: list[int], degrees: list[Degrees], shard: str, clip_norm: float | None
 ) -> Plan:
     """Return a plan whose stages are on grids, with replicas that divide their state by `shard`."""
-    plan = grid_plan(profiled(name), edges, degrees, microbatches=3, clip_norm=clip_norm)
+    plan = grid_plan(name, edges, degrees, microbatches=3, clip_norm=clip_norm)
     grids = [replace(stage.grid, shard=shard) for stage in plan.stages]
     return replace(
         plan, stages=tuple(replace(s, grid=grid) for s, grid in zip(plan.stages, grids, strict=True))
