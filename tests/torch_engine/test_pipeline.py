@@ -211,13 +211,14 @@ def saved_after_a_step(plan: Plan, name: str, folder: str) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "edges", "degrees", "shard"),
     [
         ("tied", [0, 6], [(2, 2)], "optimizer"),
         ("tied", [0, 6], [(2, 2)], "gradients"),
         ("dropped", [0, 3, 6], [(2, 1), (2, 1)], "parameters"),
+        ("tied", [0, 6], [(2, 2)], "parameters"),
     ],
 )
 def test_checkpoints_of_shards_have_the_whole_state(
