@@ -61,6 +61,7 @@ def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", *
 
 
 @cache
+@cache
 def on_grids(data: int, tensor: int = 1, shard: Any = "none") -> Plan:
     """Return the same GPT in two stages with this number of replicas and shards."""
     if shard != "none":

@@ -28,7 +28,12 @@ PLAN = make_plan(random_profile(6), (2, 2, 2), microbatches=4)
 
 def grid_of(plan: Plan) -> dict[str, list[list[float]]]:
     """Return the data of a page's controls."""
-    found = re.search(r'id="grid">(.*?)</script>', lesson(plan))
+    return grid_in(lesson(plan))
+
+
+def grid_in(text: str) -> dict[str, list[list[float]]]:
+    """Return the data of the controls in a page's text."""
+    found = re.search(r'id="grid">(.*?)</script>', text)
     assert found is not None
     data: dict[str, list[list[float]]] = json.loads(found[1])
     return data
@@ -131,15 +136,17 @@ def test_the_plans_own_figures_stand_beside_the_grid() -> None:
     )
     step = format_seconds(made.prediction.step_seconds)
     assert f"This plan needs {format_bytes(peak)} of {format_bytes(budget)} and {step} a step." in _own(made)
-    assert kept_together(_own(made)) in lesson(made)
+    text = lesson(made)
+    assert kept_together(_own(made)) in text
     assert "always" in [
-        axis[place] for axis, place in zip(grid_of(made)["axes"], places_of(made), strict=True)
+        axis[place] for axis, place in zip(grid_in(text)["axes"], places_of(made), strict=True)
     ]
     moved = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD,
                      place=parse_place("host0"))  # fmt: skip
     assert "it offloads tensors, unlike the plans below." in _own(replace(made, decisions=(moved,)))
     many = replace(made, training=replace(made.training, batch_size=4000, microbatches=4000), prediction=None)
-    assert grid_of(many)["axes"][0][places_of(many)[0]] == "16"
+    axes = axes_of(many)
+    assert axes is not None and axes.microbatches[places_of(many)[0]] == 16
 
 
 def places_of(plan: Plan) -> list[int]:
