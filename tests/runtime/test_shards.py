@@ -380,7 +380,7 @@ def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
     one process and save whole tensors.
     """
     task = divided("tied")
-    found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
+    found = profile(task, microbatch_size=4, tensor=2)
     plan = grid_plan(found, [0, 3, 6], [(1, 2), (1, 2)], clip_norm=1.0)
     grids = (Grid(devices=(0, 2), tensor=2), Grid(devices=(1, 3), tensor=2))
     stages = tuple(replace(stage, grid=grid) for stage, grid in zip(plan.stages, grids, strict=True))
