@@ -43,6 +43,7 @@ from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.simulator import Simulation
+from pipefit.schema.training import Training
 from pipefit.timing import layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "ablation.json"
@@ -185,7 +186,8 @@ def offload_plan(tokens: int, k: float, stages: int = 8) -> Plan:
         "dropout": 0.0,
     }
     found = profiled("gpt", settings, 1, "bfloat16")
-    block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))[0]
+    training = Training(batch_size=1, microbatches=1, precision="bfloat16")
+    block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), training))[0]
     return offloadable(found, k * (block.forward + block.backward) / 2, stages)
 
 

@@ -212,7 +212,8 @@ def paced_cluster(costs: ModelProfile) -> Cluster:
     """Devices and links between every two of them, so slow as the claim says."""
     ample = Cluster.emulated((PACED, 1 << 40))
     measurement, fast = costs.at(8), ample.devices[0].kind
-    passes = sum(one.forward + one.backward for one in layer_seconds(measurement, fast))
+    alone = Training(batch_size=8, microbatches=1)
+    passes = sum(one.forward + one.backward for one in layer_seconds(measurement, fast, alone))
     kind = slowed(fast, PASSES / passes)
     rate = sum(cost.gradient_bytes for cost in measurement.costs) / SUMS
     devices = [Member.device(number) for number in range(PACED)]
@@ -225,7 +226,7 @@ def paced_task(plan: Plan) -> Task:
     if mp.parent_process() is not None:
         grid = plan.stages[0].grid
         kind, group = plan.cluster.devices[0].kind, Group.of(plan.cluster, grid.group_of(grid.devices[0]))
-        pace(Passes, StageRunner, layer_seconds(plan.measured(0), kind, plan.training.dtype, group))
+        pace(Passes, StageRunner, layer_seconds(plan.measured(0), kind, plan.training, group))
         pace_messages(Network, Wires(), plan.cluster)
     return small_gpt()
 

@@ -164,7 +164,7 @@ def paced_cluster(found: ModelProfile, training: Training) -> Cluster:
     """Devices so slow that a microbatch takes `PASSES` through all, with ample memory and links as slow."""
     ample = Cluster.emulated((DEVICES, 1 << 40))
     measurement, fast = found.at(training.microbatch_size), ample.devices[0].kind
-    passes = sum(s.forward + s.backward for s in layer_seconds(measurement, fast))
+    passes = sum(s.forward + s.backward for s in layer_seconds(measurement, fast, training))
     kind = slowed(fast, PASSES / passes)
     rate = 2 * sum(sum(cost.storages) for cost in measurement.costs) / PASSES
     devices = [Member.device(number) for number in range(DEVICES)]
@@ -269,7 +269,7 @@ def refusal(name: str, plan: Plan) -> str:
 def paced_task(name: str, plan: Plan) -> Task:
     """The task, in a worker whose computing is paced as the plan's profile says."""
     if mp.parent_process() is not None:
-        seconds = layer_seconds(plan.measurement, plan.cluster.devices[0].kind, plan.training.dtype)
+        seconds = layer_seconds(plan.measurement, plan.cluster.devices[0].kind, plan.training)
         pace(Passes, StageRunner, seconds)
     return task_of(name)
 

@@ -145,7 +145,9 @@ def profiled(model: str, settings: dict[str, Any], size: int, precision: Precisi
 def throughput(case: Published) -> Row:
     """The estimated throughput of one device."""
     found, kind = profiled(case.model, case.settings, case.size, case.precision), kind_of(case.cluster)
-    times = layer_seconds(found.at(case.size), kind, case.precision.removeprefix("master-"))
+    count = case.accumulated
+    training = Training(batch_size=count * case.size, microbatches=count, precision=case.precision)
+    times = layer_seconds(found.at(case.size), kind, training)
     passes = sum(time.forward + time.backward for time in times)
     update = sum(time.update for time in times) / case.accumulated
     if case.recomputed:
@@ -211,7 +213,8 @@ def offload(tokens: int, k: float, lost: float) -> Offload:
         "dropout": 0.0,
     }
     found = profiled("gpt", settings, 1, "bfloat16")
-    block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))[0]
+    training = Training(batch_size=1, microbatches=1, precision="bfloat16")
+    block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), training))[0]
     passes = block.forward + block.backward
     estimated = 2 * _BYTES * tokens * _HIDDEN / _COPY_RATE / passes
     plan = offloadable(found, k * passes / 2)

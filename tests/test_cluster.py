@@ -183,6 +183,8 @@ def test_impossible_clusters_are_refused() -> None:
             DeviceKind(**figures, **wrong)
     with pytest.raises(UsageError, match="operation_seconds must be at least 0"):
         DeviceKind(**figures, operation_seconds=-1.0)
+    with pytest.raises(UsageError, match="multiprocessors must be from 1 to 65536, not 0"):
+        DeviceKind(**figures, multiprocessors=0)
     with pytest.raises(UsageError, match="zero or more bytes"):
         Overheads(context_bytes=-1)
 

@@ -264,11 +264,13 @@ def test_what_estimates_reckon_with_is_written_in_toml() -> None:
     the defaults.
     """
     line = "flops_reached = { float16 = 0.5 }\nbandwidth_reached = 0.9\noperation_seconds = 1e-5\n"
+    line += "multiprocessors = 80\n"
     said = Cluster.parse(HEAD.replace("[[devices]]", f"{line}[[devices]]"), "mine.toml").devices[0].kind
     silent = Cluster.parse(HEAD, "mine.toml").devices[0].kind
     assert (said.part_of_flops("float16"), said.part_of_flops("float32")) == (0.5, 0.6)
     assert (said.bandwidth_reached, said.operation_seconds) == (0.9, 1e-5)
     assert (silent.flops_reached, silent.bandwidth_reached, silent.operation_seconds) == ({}, 0.8, 5e-6)
+    assert (said.multiprocessors, silent.multiprocessors) == (80, None)
     assert said.key != silent.key
     assert said.estimates("float16") == "50 % of 1 TFLOP/s, 90 % of 100 GB/s, 10 us an operation"
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import chain, pairwise
 from math import fsum
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from pipefit.schema.cluster import Cluster, opposite
 from pipefit.schema.devices import DeviceKind, Host, Member
 from pipefit.schema.layer_costs import Alike, Collective, Family, LayerCost, Work
 from pipefit.schema.profile import Measurement
+from pipefit.schema.training import Training
 
 # ---- Collectives on the links of a cluster
 #
@@ -279,6 +281,18 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float64": 8}  # bytes of an element; 4
 CONVOLUTIONS = ("convolution", "winograd", "layout")
 DEPTHWISE_REACHED = 0.05  # of the float32 rate, by kernels that load an element for every product
 WINOGRAD_SAVES = 2.25  # products of a direct convolution over those for tiles of 2 x 2 (Lavin and Gray, 2016)
+TILES = (
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (256, 64),
+    (64, 256),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+)  # of cuBLAS
+LOADING = 27  # with which a tile of 64 x 64 reaches two thirds of the rate of one of 256 x 128
+LEAST_TERMS = 512  # of a sum that is divided among several tiles
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
 
@@ -295,13 +309,39 @@ def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
     if work.seconds is not None:
         return work.seconds
     operations, products = _operations(work), kind.memory_bandwidth * kind.bandwidth_reached
-    rates = {form: _rate(kind, form[0] or dtype, form[1]) for form in {each[3:] for each in operations}}
+    rates = {form: _rate(kind, form[0] or dtype, form[1]) for form in {each[3:5] for each in operations}}
     elements = {own: kind.bandwidth(ITEMSIZE.get(own or dtype, 4)) for own, _ in rates}
     return sum(
-        number * (kind.operation_seconds + max(flops / rate, moved / (products if flops else elements[own])))
-        for number, flops, moved, own, family in operations
+        number * (kind.operation_seconds + max(computing, moved / (products if flops else elements[own])))
+        for number, flops, moved, own, family, product in operations
         if (rate := rates[own, family])
+        for computing in [flops / rate / _part_in_tiles(product, kind.multiprocessors)]
     )
+
+
+@cache
+def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None) -> float:
+    """Return the part of a GPU's rate that a matrix product reaches with the best tiles, at most 1.
+
+    A kernel computes the result in tiles, each on one multiprocessor, so the last round of tiles may leave
+    many idle, and tiles reach beyond the edges of the result. Smaller tiles fit better but load more elements
+    for every product. A kernel may also divide long sums among several tiles (NVIDIA, Matrix Multiplication
+    Background User's Guide).
+    """
+    if not product or multiprocessors is None:
+        return 1.0
+    matrices, rows, columns, terms = product
+    best = 0.0
+    for high, wide in TILES:
+        tiles = matrices * -(-rows // high) * -(-columns // wide)
+        loads = 1 / high + 1 / wide - 1 / TILES[0][0] - 1 / TILES[0][1]
+        for parts in (1, 2, 4, 8, 16, 32):
+            if parts > 1 and terms // parts < LEAST_TERMS:
+                break
+            rounds = -(-tiles * parts // multiprocessors)
+            computed = rounds * multiprocessors * high * wide / parts
+            best = max(best, matrices * rows * columns / computed / (1 + LOADING * loads))
+    return best
 
 
 def _rate(kind: DeviceKind, dtype: str, family: Family) -> float:
@@ -324,22 +364,35 @@ def _operations(work: Work) -> tuple[Alike, ...]:
 
 
 def layer_seconds(
-    measurement: Measurement, kind: DeviceKind, dtype: str = "float32", group: Group | None = None
+    measurement: Measurement, kind: DeviceKind, training: Training, group: Group | None = None
 ) -> tuple[PassSeconds, ...]:
     """Return the seconds of every layer, and of the loss after the last one.
 
-    Those of a tensor-parallel rank include its collectives in `group`.
+    Those of a tensor-parallel rank include its collectives in `group`. A backward that was not measured also
+    adds its gradients to those of earlier microbatches; each has an equal part of these seconds, though the
+    first adds nothing.
     """
-    alike = [_seconds(cost, kind, dtype, group) for cost in measurement.kinds]
-    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, group))
+    alike = [_seconds(cost, kind, training, group) for cost in measurement.kinds]
+    return (
+        *(alike[number] for number in measurement.layers),
+        _seconds(measurement.loss, kind, training, group),
+    )
 
 
-def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, group: Group | None) -> PassSeconds:
+def _seconds(cost: LayerCost, kind: DeviceKind, training: Training, group: Group | None) -> PassSeconds:
     works = cost.forward, cost.backward, cost.update
     together = (0.0 if group is None else group.seconds(work.collectives) for work in works)
-    return PassSeconds(
-        *(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True))
+    forward, backward, update = (
+        seconds(work, kind, training.dtype) + more for work, more in zip(works, together, strict=True)
     )
+    sums = (
+        Alike(1, 0, 3 * parameter.nbytes, parameter.dtype)
+        for parameter in cost.parameters
+        if parameter.trainable
+    )
+    if cost.backward.seconds is None and training.accumulated:
+        backward += training.accumulated * seconds(Work.of(sums), kind)
+    return PassSeconds(forward, backward, update)
 
 
 def copy_seconds(nbytes: int, kind: DeviceKind) -> float:

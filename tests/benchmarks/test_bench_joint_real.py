@@ -42,7 +42,7 @@ def test_a_microbatch_takes_a_quarter_of_a_second(asked: Question) -> None:
     and back.
     """
     kind = asked.cluster.devices[0].kind
-    passes = sum(s.forward + s.backward for s in layer_seconds(asked.measurement, kind))
+    passes = sum(s.forward + s.backward for s in layer_seconds(asked.measurement, kind, asked.training))
     kept = sum(sum(cost.storages) for cost in asked.measurement.costs)
     assert passes == pytest.approx(0.25)
     assert 2 * kept / asked.cluster.links[0].bytes_per_second == pytest.approx(0.25)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from pipefit.memory.stage import Costs
 from pipefit.models.settings import OptimizerName, optimizer_of
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.devices import DeviceKind, Host
-from pipefit.schema.layer_costs import Alike, Family, LayerCost, Work
+from pipefit.schema.layer_costs import Alike, Family, LayerCost, Parameter, Work
+from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
 from pipefit.timing import PassSeconds, host_update_seconds, layer_seconds, seconds
 from support.known_profiles import profile
@@ -98,6 +101,63 @@ def test_small_elements_are_bound_by_their_number(dtype: str, expected: float) -
     assert seconds(Work.of([Alike(1, 1, 3 * 10**9, dtype)]), kind) == pytest.approx(3.0)
 
 
+def part_of_rate(gpu: DeviceKind, *product: int) -> float:
+    """Return the part of the rate that a product of these matrices, rows, columns and terms reaches."""
+    flops = 2 * prod(product)
+    work = Work.of([Alike(1, flops, 0, "float16", "", product)])
+    return flops / 1e12 / seconds(work, replace(gpu, operation_seconds=0.0), "float16")
+
+
+def test_products_run_in_rounds_of_tiles() -> None:
+    """On 108 multiprocessors a result of 9 x 12 tiles of 256 x 128 takes a round, as NVIDIA's guide describes; a
+    hundred times as many with a column more take most of another round, unless the sum is divided.
+    """
+    gpu, few, many = replace(KIND, multiprocessors=108), 64, 1 << 14
+    assert part_of_rate(gpu, 1, 9 * 256, 12 * 128, few) == pytest.approx(1.0)
+    assert part_of_rate(gpu, 1, 9 * 256, 24 * 128, few) == pytest.approx(1.0)
+    assert part_of_rate(gpu, 3, 9 * 256, 4 * 128, few) == pytest.approx(1.0)
+    assert 0.5 < part_of_rate(gpu, 1, 9 * 256 + 1, 12 * 128, few) < 0.9
+    assert part_of_rate(gpu, 1, 9 * 256 + 1, 12 * 128, many) > part_of_rate(
+        gpu, 1, 9 * 256 + 1, 12 * 128, few
+    )
+    assert part_of_rate(gpu, 1, 90 * 256, 120 * 128 + 1, few) > 0.95
+    assert part_of_rate(KIND, 1, 9 * 256 + 1, 12 * 128, few) == pytest.approx(1.0)
+
+
+def test_products_are_never_faster_than_the_rate_of_full_rounds() -> None:
+    """Of random sizes none exceeds the rate, large ones reach nearly all, and long sums of small results are
+    divided among tiles.
+    """
+    rng, gpu = Random(1), replace(KIND, multiprocessors=80)
+    for _ in range(200):
+        sizes = [rng.randrange(1, 1 << rng.randrange(1, 14)) for _ in range(4)]
+        assert 0 < part_of_rate(gpu, *sizes) <= 1 + 1e-12
+    assert part_of_rate(gpu, 1, 32000, 32000, 64) > 0.95
+    assert part_of_rate(gpu, 1, 256, 256, 1 << 16) > 6 * part_of_rate(gpu, 1, 256, 256, 512)
+
+
+def test_backwards_add_gradients_to_those_of_earlier_microbatches() -> None:
+    """All but the first microbatch read a gradient and the sum, and write the sum; `pipedream` updates after
+    each, and measured seconds are taken as they are.
+    """
+    found = equal_profile(2, forward_seconds=None, backward_seconds=None).measurements[0]
+    parameter = Parameter(name="w", shape=(250,), dtype="float32", nbytes=1000, trainable=True)
+    frozen = replace(parameter, name="v", trainable=False)
+    cost = replace(found.kinds[0], parameters=(parameter, frozen))
+    found = replace(found, kinds=(cost,), layers=(0, 0))
+
+    def backward(count: int, schedule: str = "1f1b", of: Measurement = found) -> float:
+        how = Training(batch_size=count, microbatches=count, schedule=schedule)
+        return layer_seconds(of, KIND, how)[0].backward
+
+    added = 3 * 1000 / 1e9 + 1e-3
+    assert backward(4) - backward(1) == pytest.approx(3 / 4 * added)
+    assert backward(4, "pipedream-2bw") == backward(4)
+    assert backward(4, "pipedream") == backward(1)
+    measured = replace(found, kinds=(replace(cost, backward=replace(cost.backward, seconds=1.0)),))
+    assert backward(4, of=measured) == 1.0
+
+
 def test_layouts_are_converted_for_tensor_cores_only() -> None:
     """Conversions to channels last move bytes in half precision and TF32, and nothing in plain float32."""
     tensor = replace(KIND, flops={**KIND.flops, "tf32": 16e11})
@@ -164,7 +224,10 @@ def test_a_stage_adds_up_its_layers_and_the_last_one_the_loss() -> None:
     found = equal_profile(4, forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.5).measurements[0]
     loss = replace(found.loss, forward=replace(found.loss.forward, seconds=16.0))
     found = replace(found, loss=loss)
-    assert layer_seconds(found, KIND)[:4] == (PassSeconds(1.0, 2.0, 0.5),) * 4
+    assert (
+        layer_seconds(found, KIND, Training(batch_size=1, microbatches=1))[:4]
+        == (PassSeconds(1.0, 2.0, 0.5),) * 4
+    )
     costs = Costs(found, Training(batch_size=1, microbatches=1))
     first, last = costs.stage(0, 2, KIND), costs.stage(2, 4, KIND)
     actions = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0), Action(Kind.STEP, 0, None)

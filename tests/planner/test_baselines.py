@@ -59,7 +59,9 @@ def case(seed: int) -> Case:
     made = rng.choice((plain, even, skewed, weighty))(rng, layers)
     members = tuple(Member.device(n) for n in range(number))
     bare, profile = devices(*[AMPLE] * number), sized(made, *SIZES)
-    passes = sum(one.forward + one.backward for one in layer_seconds(profile.at(1), bare.devices[0].kind))
+    alone = Training(batch_size=1, microbatches=1)
+    times = layer_seconds(profile.at(1), bare.devices[0].kind, alone)
+    passes = sum(one.forward + one.backward for one in times)
     rates = [
         sum(sum(cost.storages) + cost.parameter_bytes for cost in made.costs) / passes * n
         for n in (0.1, 1, 10)

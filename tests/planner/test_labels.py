@@ -57,7 +57,7 @@ def line(made: Plan) -> float:
     """Return the highest line of a plan's stages with layers' seconds, by the sums of all microbatches."""
     kind, how, passes = made.cluster.devices[0].kind, made.training, list[tuple[float, float, float]]()
     for number, stage in enumerate(made.stages):
-        of = layer_seconds(made.profile.at(how.microbatch_size // stage.grid.data), kind, how.dtype)
+        of = layer_seconds(made.profile.at(how.microbatch_size // stage.grid.data), kind, how)
         own = of[stage.start : stage.stop] + (of[-1:] if number == len(made.stages) - 1 else ())
         sums = [sum(times) for times in zip(*own, strict=True)]
         passes.append((sums[0], sums[1], sums[2]))

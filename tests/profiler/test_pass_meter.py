@@ -85,7 +85,7 @@ def test_work_counts_products_and_bytes_moved() -> None:
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
         product, added = (
-            Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32"),
+            Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32", "", (1, 3, 7, 5)),
             Alike(1, 0, 4 * (21 + 21), "float32"),
         )
         assert meter.work == Work(
@@ -194,6 +194,20 @@ def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None
 def test_dtypes_have_short_names() -> None:
     """`torch.float32` has the short name `float32`."""
     assert [dtype_name(dtype) for dtype in (torch.float32, torch.bool)] == ["float32", "bool"]
+
+
+def test_matrix_products_have_sizes_and_others_have_none() -> None:
+    """A linear layer and batches of matrices have matrices, rows, columns and terms; an empty product has none."""
+    with PassMeter(None) as meter:
+        x, heads = torch.empty(2, 3, 5), torch.empty(4, 6, 8)
+        meter.start()
+        nn.Linear(5, 7)(x)
+        torch.baddbmm(torch.empty(4, 6, 9), heads, torch.empty(4, 8, 9))
+        torch.empty(0, 5) @ torch.empty(5, 7)
+        found = [each.product for each in meter.work.operations if each.flops]
+        empty = [each.product for each in meter.work.operations if not each.flops]
+    assert found == [(1, 6, 7, 5), (4, 6, 9, 8)]
+    assert set(empty) == {()}
 
 
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])

@@ -243,7 +243,7 @@ class Costs:
         if result is None:
             measurement = self._measurements[degree]
             result = self._times[degree, kind.key, group] = layer_seconds(
-                measurement, kind, self._training.dtype, group
+                measurement, kind, self._training, group
             )
         return result
 

@@ -271,8 +271,7 @@ class _Links:
     def __init__(self, question: Question) -> None:
         self._cluster, costs = question.cluster, question.measurement.costs
         self._largest = max(sum(value.nbytes for value in cost.inputs) for cost in costs)
-        kind, dtype = question.cluster.devices[0].kind, question.training.dtype
-        times = layer_seconds(question.measurement, kind, dtype)
+        times = layer_seconds(question.measurement, question.cluster.devices[0].kind, question.training)
         even = sum(pass_seconds.forward + pass_seconds.backward for pass_seconds in times) / question.stages
         self._slight = _SLIGHT * even
 

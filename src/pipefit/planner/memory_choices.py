@@ -164,7 +164,7 @@ class DevicePrices:
 def _fastest(question: Question, some: Collection[DeviceKind]) -> list[PassSeconds]:
     """Return the seconds of every layer and of the loss, each on the fastest kind for it."""
     kinds = {kind.key: kind for kind in some or [device.kind for device in question.cluster.devices]}
-    times = [layer_seconds(question.measurement, kind, question.training.dtype) for kind in kinds.values()]
+    times = [layer_seconds(question.measurement, kind, question.training) for kind in kinds.values()]
     return [PassSeconds(*map(min, zip(*of_kinds, strict=True))) for of_kinds in zip(*times, strict=True)]
 
 

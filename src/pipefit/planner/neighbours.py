@@ -240,9 +240,7 @@ class Simulations:
         @cache
         def before(degree: Degree) -> Sequence[float]:
             measured = question.measured(degree)
-            of_kinds = zip(
-                *(layer_seconds(measured, kind, question.training.dtype) for kind in kinds), strict=True
-            )
+            of_kinds = zip(*(layer_seconds(measured, kind, question.training) for kind in kinds), strict=True)
             fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
             return [0.0, *accumulate(fewest[: len(question.profile.layers)])]
 

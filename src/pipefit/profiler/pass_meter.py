@@ -91,9 +91,8 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._operations: Counter[tuple[int, int, str, Family]] = (
-            Counter()
-        )  # (FLOPs, bytes moved, dtype, family) -> operations
+        # (FLOPs, bytes moved, dtype, family, matrix product) -> operations
+        self._operations: Counter[tuple[int, int, str, Family, tuple[int, ...]]] = Counter()
         self.written: set[int] = set()  # storages that operations of the pass changed in place
         self.watched: frozenset[int] = frozenset()  # storages whose reads are recorded
         self.read: set[int] = set()  # watched storages that any pass read, except for views
@@ -148,9 +147,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             flops, family, converted = _products(func, args, kwargs, out)
             read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
             dtype = _dtype(args)
-            self._operations[flops, read + _nbytes(out), dtype, family] += 1
+            self._operations[flops, read + _nbytes(out), dtype, family, _matrices(func, args)] += 1
             if converted:
-                self._operations[0, converted, dtype, "layout"] += 1
+                self._operations[0, converted, dtype, "layout", ()] += 1
         return out
 
     def _died(self, tracked: Tracked) -> None:
@@ -201,6 +200,24 @@ def _products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     names = [argument.name for argument in func._schema.arguments]
     causal = {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal")
     return flops // 2 if causal else flops, "attention", 0
+
+
+_FACTORS = {  # where a matrix product has its factors
+    torch.ops.aten.mm: slice(0, 2),
+    torch.ops.aten.bmm: slice(0, 2),
+    torch.ops.aten.addmm: slice(1, 3),
+    torch.ops.aten.baddbmm: slice(1, 3),
+}
+
+
+def _matrices(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the matrices, rows, columns and terms of a matrix product (`Alike.product`)."""
+    place = _FACTORS.get(func._overloadpacket)
+    if place is None:
+        return ()
+    left, right = args[place]
+    size = (left.shape[0] if left.dim() == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
+    return size if min(size) else ()
 
 
 def _convolution(

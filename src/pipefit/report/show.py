@@ -191,10 +191,11 @@ def _devices(cluster: Cluster) -> Table:
                 format_bytes(device.memory_bytes),
                 f"{kind.memory_bandwidth / 1e9:g} ({100 * kind.bandwidth_reached:.0f} %)",
                 f"{kind.operation_seconds * 1e6:g} us",
+                str(kind.multiprocessors or "-"),
                 str(device.host),
             )
         )
-    columns = ("devices", "kind", "memory", "GB/s", "an operation", "host")
+    columns = ("devices", "kind", "memory", "GB/s", "an operation", "multiprocessors", "host")
     return Table(
         columns,
         tuple(rows),

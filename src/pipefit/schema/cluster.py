@@ -455,11 +455,12 @@ def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str
 # [kinds.v100]
 # flops = { float32 = 15.7e12, float16 = 125e12 }
 # memory_bandwidth = "900GB/s"
-# flops_reached = { float16 = 0.5 }        # for estimates of unmeasured times: optional, all five
+# flops_reached = { float16 = 0.5 }        # for estimates of unmeasured times: optional, all six
 # attention_reached = 0.45
 # bandwidth_reached = 0.8
 # elements_per_second = 6e11
 # operation_seconds = 5e-6
+# multiprocessors = 80
 # context = "512MiB"                       # non-tensor memory of a process: optional, all three
 # communicator = "100MB"
 # cublas_workspace = ":4096:2:16:8"        # a size, or as in CUBLAS_WORKSPACE_CONFIG: pairs of KiB and number
@@ -510,6 +511,7 @@ class KindText:
     bandwidth_reached: float = 0.8
     elements_per_second: float | None = None
     operation_seconds: float = 5e-6
+    multiprocessors: int | None = None
     context: str | int | None = None
     communicator: str | int | None = None
     cublas_workspace: str | int | None = None
@@ -637,6 +639,7 @@ def _kind(name: str, kind: KindText) -> DeviceKind:
             bandwidth_reached=kind.bandwidth_reached,
             elements_per_second=kind.elements_per_second,
             operation_seconds=kind.operation_seconds,
+            multiprocessors=kind.multiprocessors,
             overheads=_overheads(kind),
         )
 

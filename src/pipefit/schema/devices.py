@@ -197,6 +197,7 @@ USUAL_FLOPS_REACHED = 0.6  # default share of the peak that large products reach
 _NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
 _THREADS = 2  # threads that multiply matrices: one runs forwards, autograd has another for backwards
 _SLOWEST, _FASTEST = 1e-9, 1e60  # per second; rates in this range keep all sums and ratios of times finite
+MOST_MULTIPROCESSORS = 1 << 16  # of a device; more is a mistake
 MOST_DEVICES = 4096  # of a cluster described by counts; a larger count is a mistake
 
 
@@ -250,7 +251,9 @@ class DeviceKind:
     share of that rate that fused attention reaches. `bandwidth_reached` is the share that large elementwise
     kernels reach, unless they are bound by `elements_per_second`: kernels load few elements at a time, so on a
     device with high bandwidth small dtypes reach less of it. None means no such bound. `operation_seconds` is
-    the fixed cost of every operation. `overheads` is the non-tensor memory of a process, for GPUs.
+    the fixed cost of every operation. A GPU computes products in tiles, as many at once as it has
+    `multiprocessors`; None means that products are not divided. `overheads` is the non-tensor memory of a
+    process, for GPUs.
 
     Raises:
         UsageError: a figure that is not positive, no FLOP/s figure, an unknown dtype, a share above 1, or a
@@ -265,6 +268,7 @@ class DeviceKind:
     bandwidth_reached: float = 0.8
     elements_per_second: float | None = None
     operation_seconds: float = 5e-6
+    multiprocessors: int | None = None
     overheads: Overheads = Overheads()
 
     def __post_init__(self) -> None:
@@ -289,6 +293,11 @@ class DeviceKind:
                 f"device kind {self.name!r}: operation_seconds must be at least 0 and less than 1, not "
                 f"{self.operation_seconds:g}"
             )
+        if self.multiprocessors is not None and not 1 <= self.multiprocessors <= MOST_MULTIPROCESSORS:
+            raise UsageError(
+                f"device kind {self.name!r}: multiprocessors must be from 1 to {MOST_MULTIPROCESSORS}, not "
+                f"{self.multiprocessors}"
+            )
         _check_rates(f"memory of device kind {self.name!r}", self.bandwidth(1), self.bandwidth(8))
         parts = (USUAL_FLOPS_REACHED, *self.flops_reached.values())
         reached = (rate * part * self.attention_reached for rate in self.flops.values() for part in parts)
@@ -299,7 +308,14 @@ class DeviceKind:
         """All figures as a hashable key."""
         by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
         shares = self.attention_reached, self.bandwidth_reached, self.elements_per_second
-        return (self.name, *by_dtype, self.memory_bandwidth, *shares, self.operation_seconds)
+        return (
+            self.name,
+            *by_dtype,
+            self.memory_bandwidth,
+            *shares,
+            self.operation_seconds,
+            self.multiprocessors,
+        )
 
     def peak_flops(self, dtype: str) -> float:
         """Return the FLOP/s at `dtype`.

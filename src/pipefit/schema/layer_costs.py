@@ -117,7 +117,8 @@ class Alike(NamedTuple):
     """`number` identical operations, with the floating-point operations and moved bytes of each.
 
     `dtype` is that of the first floating-point operand; empty if there is none, or if unknown. `family` is that
-    of its kernel.
+    of its kernel. `product` is the size of a matrix product: matrices, rows and columns of each result, and
+    terms of each sum; empty for other operations.
     """
 
     number: int
@@ -125,6 +126,7 @@ class Alike(NamedTuple):
     moved_bytes: int
     dtype: str = ""
     family: Family = ""
+    product: tuple[int, ...] = ()
 
 
 class Collective(NamedTuple):
@@ -181,6 +183,10 @@ class Work:
                 "a group of equal operations must have one or more, each with non-negative "
                 "FLOPs and bytes moved"
             )
+        if any(
+            each.product and (len(each.product) != 4 or min(each.product) < 1) for each in self.operations
+        ):
+            raise UsageError("a matrix product has matrices, rows, columns and terms, one or more of each")
         for dtype in {alike.dtype for alike in self.operations} - {""}:
             check_dtype(dtype)
         sums = (

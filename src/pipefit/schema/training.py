@@ -131,6 +131,11 @@ class Training:
         return self.batch_size // self.microbatches
 
     @property
+    def accumulated(self) -> float:
+        """The part of all microbatches whose gradients are added to those of earlier ones, from 0 to 1."""
+        return 0.0 if self.schedule == "pipedream" else 1 - 1 / self.microbatches
+
+    @property
     def phrases(self) -> tuple[str, ...]:
         """The settings that a stage's memory depends on, as phrases for the comparison of trainings."""
         return (

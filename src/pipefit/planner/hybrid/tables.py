@@ -214,7 +214,7 @@ class DegreeTables:
 
     def before(self, kind: DeviceKind, group: Group | None = None) -> StageSeconds:
         """Return the seconds of the blocks before each edge, the loss with the last block."""
-        of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, group)
+        of_layers = layer_seconds(self.measurement, kind, self.question.training, group)
         edges = np.array(self.question.edges)
         edges[-1] += 1
         return StageSeconds(
