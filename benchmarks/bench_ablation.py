@@ -42,8 +42,8 @@ from pipefit.planner import Means, PlanOptions, Question, joint, solved
 from pipefit.profiler import profile
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
-from pipefit.simulator import Simulation
 from pipefit.schema.training import Training
+from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
 
 RESULTS = Path(__file__).parent / "results" / "ablation.json"
