@@ -142,7 +142,10 @@ def test_a_slow_device_counts_with_its_own_speed(schedule: str) -> None:
     there = cluster([1 << 40] * 2, host_rate=1.0, peer_rate=1.0)
     fast, slow = (
         replace(
-            there.devices[0], kind=replace(there.devices[0].kind, name=str(rate), flops={"float32": rate})
+            there.devices[0],
+            kind=replace(
+                there.devices[0].kind, name=str(rate), flops={"float32": rate}, memory_bandwidth=1e12
+            ),
         )
         for rate in (3.0, 1.0)
     )
