@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain, pairwise
-from math import fsum
+from math import fsum, inf
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
@@ -50,8 +50,47 @@ from pipefit.schema.training import Training
 #
 # All hops run at once, each with another piece of the bytes. So a collective takes the latencies that a piece
 # meets one after the other, plus the time of the busiest wire for its bytes.
+#
+# NCCL sends in one of three protocols: with a flag in every 8 bytes (LL), which is the first to arrive and
+# reaches a part of the rates; with one in every 128 bytes (LL128), only over NVLink; or in blocks (Simple).
+# It takes the fastest by its own figures (`ncclTunerConstantsDefaults` of NCCL 2.29), which are those below: a
+# constant for each collective, the seconds of a hop, and the share of the rates. Links within a host then count
+# with their rates alone; a message between hosts takes at least the latency of its route.
 
-TREE_REACHES = 0.92  # share of link rates, by NCCL's estimate
+
+class Sending(NamedTuple):
+    """How an algorithm sends: seconds of its start and of hops, and the share of link rates that it reaches.
+
+    Hops are over a link between devices, through a host, and between hosts; None means the latencies of links.
+    Shares are those on one host and on several.
+    """
+
+    start: float
+    hops: tuple[float, float, float] | None
+    reaches: tuple[float, float]
+
+
+class Protocol(NamedTuple):
+    """How rings and trees send."""
+
+    ring: Sending
+    tree: Sending
+
+
+_TREE_REACHES = 0.92  # share of link rates, by NCCL's estimate
+PLAIN = Protocol(Sending(0.0, None, (1.0, 1.0)), Sending(0.0, None, (_TREE_REACHES, _TREE_REACHES)))
+LL = Protocol(
+    Sending(6.6e-6, (0.6e-6, 1.0e-6, 2.7e-6), (0.37, 0.1)),
+    Sending(6.8e-6, (0.6e-6, 1.0e-6, 5.0e-6), (0.24, 0.1)),
+)
+LL128 = Protocol(
+    Sending(14e-6, (1.9e-6, inf, 4.0e-6), (0.92, 0.92)), Sending(14e-6, (1.25e-6, inf, 8.5e-6), (0.72, 0.86))
+)
+SIMPLE = Protocol(
+    Sending(8.4e-6, (3.4e-6, 5.7e-6, 14e-6), (1.0, 1.0)),
+    Sending(8.4e-6, (4.0e-6, 4.0e-6, 14e-6), (_TREE_REACHES, _TREE_REACHES)),
+)
+NCCL = SIMPLE, LL128, LL
 
 
 class Hop(NamedTuple):
@@ -93,15 +132,22 @@ class LinkCollective(NamedTuple):
         return result
 
 
-def ways_of_sum(cluster: Cluster, members: Sequence[int], nbytes: int) -> list[LinkCollective]:
-    """Return the algorithms for an all-reduce: the ring, and trees if several hosts take part."""
-    count = len(members)
+def protocols_of(cluster: Cluster) -> tuple[Protocol, ...]:
+    """Return the protocols in which a cluster's library for collectives may send."""
+    return NCCL if cluster.backend == "cuda" else (PLAIN,)
+
+
+def ways_of_sum(
+    cluster: Cluster, members: Sequence[int], nbytes: int, protocols: Sequence[Protocol] | None = None
+) -> list[LinkCollective]:
+    """Return the ways of an all-reduce: the ring, and trees if several hosts take part, in every protocol."""
+    count, protocols = len(members), protocols or protocols_of(cluster)
     hops = _around(cluster, members, lambda _, __: 2 * (count - 1) * nbytes // count)
-    result = [_exchange(cluster, hops, _ring_delay(cluster, members, 2))]
+    result = _rings(cluster, members, hops, 2, protocols)
     channels = _channels(cluster, members)
     if cluster.backend == "cuda" and len(channels[0]) > 1:
         with suppress(UsageError):  # no link joins some of the hosts
-            result.append(_double_trees(cluster, channels, nbytes))
+            result += _double_trees(cluster, channels, nbytes, protocols)
     return result
 
 
@@ -114,14 +160,14 @@ def sum_for_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[in
     """Return a reduce-scatter over the ring, in which every member gets its share; `shares` are in bytes."""
     whole, share = sum(shares), dict(zip(members, shares, strict=True))
     hops = _around(cluster, members, lambda source, _: whole - share[source])
-    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+    return min(_rings(cluster, members, hops, 1, protocols_of(cluster)), key=lambda way: way.seconds)
 
 
 def brought_by_owners(cluster: Cluster, members: Sequence[int], shares: Sequence[int]) -> LinkCollective:
     """Return an all-gather over the ring, in which every member sends its share to all others."""
     whole, share = sum(shares), dict(zip(members, shares, strict=True))
     hops = _around(cluster, members, lambda _, target: whole - share[target])
-    return _exchange(cluster, hops, _ring_delay(cluster, members, 1))
+    return min(_rings(cluster, members, hops, 1, protocols_of(cluster)), key=lambda way: way.seconds)
 
 
 class Line(NamedTuple):
@@ -144,53 +190,63 @@ class Line(NamedTuple):
 class Group(NamedTuple):
     """Costs of collectives of some devices on otherwise idle wires.
 
-    `sums` are those of an all-reduce by each algorithm, `half` that of a reduce-scatter or all-gather.
+    `sums` are those of an all-reduce in each way, `halves` those of a reduce-scatter or all-gather.
 
     Groups on equal links are equal.
     """
 
     members: int
     sums: tuple[Line, ...]
-    half: Line
+    halves: tuple[Line, ...]
 
     @staticmethod
     def of(cluster: Cluster, devices: Sequence[int]) -> Group:
         """Return the group of these devices, in their order."""
         count, nbytes = len(devices), len(devices) << 30
-        half = sum_for_owners(cluster, devices, [1 << 30] * count)
+        hops = _around(cluster, devices, lambda _, __: (count - 1) << 30)
+        halves = _rings(cluster, devices, hops, 1, protocols_of(cluster))
         ways = ways_of_sum(cluster, devices, nbytes)
-        return Group(count, tuple(Line.of(way, nbytes) for way in ways), Line.of(half, nbytes))
+        sums, of_halves = (tuple(Line.of(way, nbytes) for way in every) for every in (ways, halves))
+        return Group(count, sums, of_halves)
 
     def seconds(self, collectives: Iterable[Collective]) -> float:
         """Return the seconds of consecutive collectives."""
         return sum(map(self._seconds, collectives))
 
     def _seconds(self, collective: Collective) -> float:
-        ways = self.sums if collective.kind == "all_reduce" else (self.half,)
+        ways = self.sums if collective.kind == "all_reduce" else self.halves
         return min(way.seconds(collective.nbytes) for way in ways)
 
 
-def _exchange(
-    cluster: Cluster, hops: Iterable[Hop], delay_seconds: float, reaches: float = 1.0
-) -> LinkCollective:
-    """Return an exchange whose hops reach the share `reaches` of link rates."""
+def _exchange(cluster: Cluster, hops: Iterable[Hop]) -> LinkCollective:
+    """Return an exchange without delay whose hops reach the rates of their links."""
     hops, of_wires, slowed = tuple(hops), defaultdict[str, list[float]](list), dict[str, float]()
     for source, target, nbytes in hops:
         route = cluster.route(Member.device(source), Member.device(target))
         for wire, left in zip(route.wires, route.slowed, strict=True):
-            of_wires[wire].append(nbytes / (route.bytes_per_second * reaches))
+            of_wires[wire].append(nbytes / route.bytes_per_second)
             slowed[wire] = min(left, slowed.get(wire, 1.0))
-    return LinkCollective(
-        hops, delay_seconds, {wire: fsum(every) for wire, every in of_wires.items()}, slowed
-    )
+    return LinkCollective(hops, 0.0, {wire: fsum(every) for wire, every in of_wires.items()}, slowed)
 
 
-def _latency(cluster: Cluster, source: int, target: int) -> float:
-    return (
-        cluster.route(Member.device(source), Member.device(target)).latency_seconds
-        if source != target
-        else 0.0
-    )
+def _sent(exchange: LinkCollective, sending: Sending, delay: float, *, is_far: bool) -> LinkCollective:
+    """Return the exchange as it is sent, with the `delay` of its hops."""
+    reaches = sending.reaches[is_far]
+    wires = {wire: seconds / reaches for wire, seconds in exchange.wire_seconds.items()}
+    return exchange._replace(delay_seconds=sending.start + delay, wire_seconds=wires)
+
+
+def _latency(cluster: Cluster, source: int, target: int, sending: Sending) -> float:
+    """Return the seconds that a part needs for a hop, besides those of its bytes."""
+    if source == target:
+        return 0.0
+    route = cluster.route(Member.device(source), Member.device(target))
+    if sending.hops is None:
+        return route.latency_seconds
+    direct, through_host, between = sending.hops
+    if cluster.devices[source].host != cluster.devices[target].host:
+        return max(between, route.latency_seconds)
+    return direct if route.direct else through_host
 
 
 def _around(cluster: Cluster, members: Sequence[int], sent: Callable[[int, int], int]) -> Iterator[Hop]:
@@ -213,12 +269,26 @@ def _channels(cluster: Cluster, members: Sequence[int]) -> list[list[list[int]]]
     return [[[*chain[first:], *chain[:first]] for chain in chains] for first in range(count)]
 
 
-def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int) -> float:
+def _rings(
+    cluster: Cluster, members: Sequence[int], hops: Iterable[Hop], turns: int, protocols: Sequence[Protocol]
+) -> list[LinkCollective]:
+    """Return the exchange of these hops around rings in every protocol that the links allow."""
+    exchange, is_far = _exchange(cluster, hops), len(_chains(cluster, members)) > 1
+    if len(members) == 1:
+        return [exchange]
+    delays = ((one.ring, _ring_delay(cluster, members, turns, one.ring)) for one in protocols)
+    return [_sent(exchange, ring, delay, is_far=is_far) for ring, delay in delays if delay < inf]
+
+
+def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int, sending: Sending) -> float:
     """Return the latency of the last part to arrive in a ring.
 
     Each part goes around the ring `turns` times, each time up to the member before its start.
     """
-    hops = [_latency(cluster, *hop) for hop in zip(members, (*members[1:], members[0]), strict=True)]
+    following = (*members[1:], members[0])
+    hops = [_latency(cluster, *hop, sending) for hop in zip(members, following, strict=True)]
+    if max(hops) == inf:
+        return inf
     in_a_row = zip(*(hops[number:] + hops[:number] for number in range(turns)), strict=True)
     return turns * sum(hops) - min(map(sum, in_a_row))
 
@@ -232,18 +302,24 @@ def _chains(cluster: Cluster, members: Sequence[int]) -> list[list[int]]:
 
 
 def _double_trees(
-    cluster: Cluster, channels: Sequence[Sequence[Sequence[int]]], nbytes: int
-) -> LinkCollective:
-    """Return an all-reduce up and down two trees over the members of several hosts, in every channel."""
-    hops, delay = list[Hop](), 0.0
+    cluster: Cluster,
+    channels: Sequence[Sequence[Sequence[int]]],
+    nbytes: int,
+    protocols: Sequence[Protocol],
+) -> Iterator[LinkCollective]:
+    """Yield an all-reduce up and down two trees over the members of several hosts, in every channel and protocol."""
+    hops, ways = list[Hop](), list[list[tuple[int, int]]]()
     for chains in channels:
         for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
             each = part / len(channels)
             for child, parent in tree.items():
                 hops += Hop(child, parent, each), Hop(parent, child, each)
-            ways = (_way_up(tree, last) for *_, last in chains)
-            delay = max(delay, *(2 * sum(_latency(cluster, *hop) for hop in way) for way in ways))
-    return _exchange(cluster, hops, delay, TREE_REACHES)
+            ways += [[*_way_up(tree, last)] for *_, last in chains]
+    exchange = _exchange(cluster, hops)
+    for protocol in protocols:
+        delay = max(2 * sum(_latency(cluster, *hop, protocol.tree) for hop in way) for way in ways)
+        if delay < inf:
+            yield _sent(exchange, protocol.tree, delay, is_far=True)
 
 
 def _way_up(tree: Mapping[int, int], member: int) -> Iterator[tuple[int, int]]:

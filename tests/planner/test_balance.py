@@ -71,10 +71,10 @@ def test_neighbours_share_a_machine_if_the_network_is_slow() -> None:
     question = unequal(Random(0), [1.0] * 4, "1f1b", blocks=8)
     links = question.cluster.links
     far = [
-        replace(link, bytes_per_second=1e-1)
+        link
         if all(member.kind == "device" for member in link.members)
-        and sum(member.number or 0 for member in link.members) % 2
-        else link
+        and sum(member.number or 0 for member in link.members) % 2 == 0
+        else replace(link, bytes_per_second=1e-1)
         for link in links
     ]
     question = replace(question, cluster=replace(question.cluster, links=tuple(far)))

@@ -287,6 +287,6 @@ def test_a_sum_of_replicas_takes_the_way_of_its_size() -> None:
     ways, sizes = (Line(3.0, 1.0), Line(1.0, 2.0)), [1, 2, 3, 50]
     found = together_seconds(ways, np.array([0, *sizes]))
     assert [*found] == [0, 3, 5, 6, 53]
-    group = Group(members=4, sums=ways, half=Line(1.5, 0.5))
+    group = Group(members=4, sums=ways, halves=(Line(1.5, 0.5),))
     assert [group.seconds([Collective("all_reduce", nbytes)]) for nbytes in sizes] == [*found[1:]]
     assert group.seconds([Collective("all_gather", 2), Collective("reduce_scatter", 4)]) == 2.5 + 3.5

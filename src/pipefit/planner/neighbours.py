@@ -228,8 +228,8 @@ class Simulations:
             tables.gradients,
             *([tables.gathered] if grid.shard == "parameters" and grid.buckets > 1 else ()),
         ]
-        half = Group.of(self.question.cluster, replicas).half
-        return sum(float(together_seconds([half], each[start, stop])) for each in nbytes)
+        halves = Group.of(self.question.cluster, replicas).halves
+        return sum(float(together_seconds(halves, each[start, stop])) for each in nbytes)
 
     @cached_property
     def _before(self) -> Callable[[Degree], Sequence[float]]:

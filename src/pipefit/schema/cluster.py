@@ -43,13 +43,14 @@ class Route(NamedTuple):
 
     A wire is one direction of a link, or one direction of a member's port in a switch; it carries one
     transfer at a time. `slowed` is, for each wire, the share of the rate that remains while the opposite
-    direction is busy (`opposite`).
+    direction is busy (`opposite`). A route of two devices is `direct` unless it passes their hosts.
     """
 
     bytes_per_second: float
     latency_seconds: float
     wires: tuple[str, ...]
     slowed: tuple[float, ...]
+    direct: bool = True
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds to transfer `nbytes` over idle wires."""
@@ -309,18 +310,34 @@ class Cluster:
         return result
 
     def _route(self, source: Member, target: Member) -> Route:
+        """Return the fastest link between two members, or the path through their hosts if there is none.
+
+        Devices of one host also take the path through it if that is faster, such as PCIe beside a slow network.
+        """
         own, others = (self._links_of.get(member, {}) for member in (source, target))
-        direct = [(number, link) for number, link in own.items() if number in others]
-        if direct:
-            number, link = max(direct, key=lambda item: item[1].copy_rate)
-            wires = _wires(number, link, source, target)
-            return Route(link.copy_rate, link.latency_seconds, wires, (link.duplex,) * len(wires))
+        links = [(number, link) for number, link in own.items() if number in others]
         path = list(dict.fromkeys([source, self._near(source), self._near(target), target]))
-        if len(path) < 3:
+        routes = list[Route]()
+        if links:
+            number, link = max(links, key=lambda item: item[1].copy_rate)
+            wires = _wires(number, link, source, target)
+            routes.append(Route(link.copy_rate, link.latency_seconds, wires, (link.duplex,) * len(wires)))
+        elif len(path) < 3:
             raise UsageError(
                 f"{source} and {target} are not connected: add a link between them, or links from each "
                 "device to its host"
             )
+        if not links or (len(path) == 3 and self._host_serves(source, target)):
+            routes.append(self._along(path))
+        return max(routes, key=lambda route: route.bytes_per_second)
+
+    def _host_serves(self, *devices: Member) -> bool:
+        """Return whether all of these devices have a link to the host of the first one."""
+        host = self._links_of.get(self._near(devices[0]), {})
+        return all(not host.keys().isdisjoint(self._links_of.get(device, {})) for device in devices)
+
+    def _along(self, path: Sequence[Member]) -> Route:
+        """Return the route of the hops along a path."""
         hops = [self.route(a, b) for a, b in pairwise(path)]
         both_ways = dict[str, float]()  # bytes per second while both directions of a wire are busy
         for hop in hops:
@@ -332,7 +349,8 @@ class Cluster:
         }  # the route uses both directions of a link
         rate = min([*(hop.bytes_per_second for hop in hops), *(both_ways[wire] for wire in itself)])
         slowed = (1.0 if wire in itself else min(1.0, own / rate) for wire, own in both_ways.items())
-        return Route(rate, sum(hop.latency_seconds for hop in hops), tuple(both_ways), tuple(slowed))
+        latency = sum(hop.latency_seconds for hop in hops)
+        return Route(rate, latency, tuple(both_ways), tuple(slowed), direct=False)
 
     def _near(self, member: Member) -> Member:
         """Return the host of a device; for other members, the host with the same number."""

@@ -52,7 +52,14 @@ from pipefit.schema.devices import Member, Place
 from pipefit.schema.grids import common_rows, rows_of
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import UncheckedProgram
-from pipefit.timing import LinkCollective, brought_by_owners, sum_for_all, sum_for_owners, ways_of_sum
+from pipefit.timing import (
+    PLAIN,
+    LinkCollective,
+    brought_by_owners,
+    sum_for_all,
+    sum_for_owners,
+    ways_of_sum,
+)
 
 Key = TypeVar("Key")
 _BYTES = 2**20 + 1  # bytes of a sum whose hops differ if those of any sum may
@@ -147,7 +154,7 @@ def _sums(plan: Plan) -> dict[str, list[_WireUse]]:
     result = defaultdict[str, list[_WireUse]](list)
     for name, devices in (*own, *shared, *[((), plan.workers)] * plan.training.agrees):
         members, hops = sorted(devices), defaultdict[str, list[tuple[int, float, float, float]]](list)
-        for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES)):
+        for way, exchange in enumerate(ways_of_sum(plan.cluster, members, _BYTES, (PLAIN,))):
             for source, target, nbytes in exchange.hops:
                 route = plan.cluster.route(Member.device(source), Member.device(target))
                 for wire, slowed in zip(route.wires, route.slowed, strict=True):

@@ -233,7 +233,7 @@ class DegreeTables:
             end = of.update + together_seconds(group.sums, self.gradients)
             return DividedSeconds(whole, end, np.zeros_like(end))
         brought_bytes = self.gathered if shard == "parameters" else self.trained
-        sums, brought = (together_seconds([group.half], nbytes) for nbytes in (self.gradients, brought_bytes))
+        sums, brought = (together_seconds(group.halves, nbytes) for nbytes in (self.gradients, brought_bytes))
         end = of.update / self.degree.data + brought * (shard != "parameters")
         if shard == "optimizer":
             return DividedSeconds(whole, end + sums, np.zeros_like(end))
