@@ -460,3 +460,29 @@ def test_protocols_trade_latency_for_rate() -> None:
         ]
         assert ways == sorted(ways, reverse=True)
         assert len(set(ways)) == protocols
+
+
+def bus_rate(cluster: Cluster, nbytes: int) -> float:
+    """Return an all-reduce's rate over eight devices as nccl-tests prints it: a ring's bytes a second on each link."""
+    return 2 * 7 / 8 * nbytes / sum_for_all(cluster, range(8), nbytes).seconds
+
+
+def test_switches_that_sum_are_as_fast_as_published() -> None:
+    """Eight H100 reach a bus rate of about 480 GB/s with NVLink SHARP, 370 without; eight A100 some 230. Pairs and
+    several machines use rings and trees (NVIDIA/nccl-tests#212).
+    """
+    sharp, nbytes = Cluster.preset("hgx-h100"), 8 << 30
+    plain = replace(sharp, links=tuple(replace(link, sums=False) for link in sharp.links))
+    assert bus_rate(sharp, nbytes) == pytest.approx(480e9, rel=0.03)
+    assert bus_rate(plain, nbytes) == pytest.approx(370e9, rel=0.03)
+    assert bus_rate(Cluster.preset("dgx-a100"), nbytes) == pytest.approx(240e9, rel=0.1)
+    pair = ways_of_sum(sharp, [0, 1], nbytes)
+    assert min(pair, key=lambda way: way.seconds) is pair[0]
+    both = sharp.machines(2, 5e10)
+    assert len(ways_of_sum(both, range(16), 8)) == len(ways_of_sum(plain.machines(2, 5e10), range(16), 8))
+    few = [sum_for_all(sharp, range(8), 1 << power).seconds for power in (10, 15, 20)]
+    assert [1e6 * seconds for seconds in few] == [
+        pytest.approx(15, abs=2),
+        pytest.approx(16, abs=2),
+        pytest.approx(28, abs=2),
+    ]

@@ -309,6 +309,11 @@ class Cluster:
                 result.setdefault(member, {})[number] = link
         return result
 
+    def has_summing_switch(self, devices: Iterable[int]) -> bool:
+        """Return whether a switch that sums joins all of these devices."""
+        asked = set(map(Member.device, devices))
+        return any(link.sums and asked <= set(link.members) for link in self.links)
+
     def _route(self, source: Member, target: Member) -> Route:
         """Return the fastest link between two members, or the path through their hosts if there is none.
 
@@ -509,6 +514,7 @@ def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str
 # efficiency = 0.8                         # the share that copies reach; default 1
 # duplex = 0.7                             # the share of that while both directions are busy; default 1
 # wire = "pcie0"                           # all of these links share a wire
+# sums = true                              # a switch adds up what its members send (NVLink SHARP)
 
 
 _PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
@@ -571,6 +577,7 @@ class LinksText:
     wire: str | None = None
     efficiency: float = 1.0
     duplex: float = 1.0
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -702,6 +709,7 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
             wire=text.wire,
             efficiency=text.efficiency,
             duplex=text.duplex,
+            sums=text.sums,
         )
 
 

@@ -419,7 +419,8 @@ class Link:
 
     `bytes_per_second` is one lane's rate in one direction, from the data sheet. Copies reach the share
     `efficiency` of it, and the share `duplex` of that while the opposite direction is busy: 1 if the
-    directions are independent, 0.5 if they alternate. Links with the same `wire` share it.
+    directions are independent, 0.5 if they alternate. Links with the same `wire` share it. A switch that
+    `sums` adds up what its members send in an all-reduce (NVLink SHARP).
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -432,6 +433,7 @@ class Link:
     wire: str | None = None
     efficiency: float = 1.0
     duplex: float = 1.0
+    sums: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
