@@ -251,7 +251,7 @@ class DeviceKind:
     share of that rate that fused attention reaches. `bandwidth_reached` is the share that large elementwise
     kernels reach, unless they are bound by `elements_per_second`: kernels load few elements at a time, so on a
     device with high bandwidth small dtypes reach less of it. None means no such bound. `operation_seconds` is
-    the fixed cost of every operation. A GPU computes products in tiles, as many at once as it has
+    the fixed cost of every operation. A GPU computes products in tiles, one on each of its
     `multiprocessors`; None means that products are not divided. `overheads` is the non-tensor memory of a
     process, for GPUs.
 
