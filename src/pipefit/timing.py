@@ -246,7 +246,7 @@ def _sent(exchange: LinkCollective, sending: Sending, delay: float, *, is_far: b
 
 
 def _latency(cluster: Cluster, source: int, target: int, sending: Sending) -> float:
-    """Return the seconds that a part needs for a hop, besides those of its bytes."""
+    """Return the delay of a part on a hop, without the seconds of its bytes."""
     if source == target:
         return 0.0
     route = cluster.route(Member.device(source), Member.device(target))
