@@ -394,24 +394,29 @@ def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
     if work.seconds is not None:
         return work.seconds
     operations, products = _operations(work), kind.memory_bandwidth * kind.bandwidth_reached
-    rates = {form: _rate(kind, form[0] or dtype, form[1]) for form in {each[3:5] for each in operations}}
+    forms = {each[3:5] for each in operations}
+    rates = {form: _rate(kind, form[0] or dtype, form[1]) for form in forms}
+    tensor_cores = {
+        form: kind.on_tensor_cores(_arithmetic(kind, form[0] or dtype, form[1])) for form in forms
+    }
     elements = {own: kind.bandwidth(ITEMSIZE.get(own or dtype, 4)) for own, _ in rates}
     return sum(
         number * (kind.operation_seconds + max(computing, moved / (products if flops else elements[own])))
         for number, flops, moved, own, family, product in operations
         if (rate := rates[own, family])
-        for computing in [flops / rate / _part_in_tiles(product, kind.multiprocessors)]
+        for part in [_part_in_tiles(product, kind.multiprocessors, tensor_cores[own, family])]
+        for computing in [flops / rate / part]
     )
 
 
 @cache
-def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None) -> float:
+def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None, on_tensor_cores: bool) -> float:
     """Return the part of a GPU's rate that a matrix product reaches with the best tiles, at most 1.
 
     A kernel computes the result in tiles, each on one multiprocessor, so the last round of tiles may leave
     many idle, and tiles reach beyond the edges of the result. Smaller tiles fit better but load more elements
-    for every product. A kernel may also divide long sums among several tiles (NVIDIA, Matrix Multiplication
-    Background User's Guide).
+    for every product, for which tensor cores wait. A kernel may also divide long sums among several tiles
+    (NVIDIA, Matrix Multiplication Background User's Guide).
     """
     if not product or multiprocessors is None:
         return 1.0
@@ -419,7 +424,7 @@ def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None) -> flo
     best = 0.0
     for high, wide in TILES:
         tiles = matrices * -(-rows // high) * -(-columns // wide)
-        loads = 1 / high + 1 / wide - 1 / TILES[0][0] - 1 / TILES[0][1]
+        loads = 1 / high + 1 / wide - 1 / TILES[0][0] - 1 / TILES[0][1] if on_tensor_cores else 0.0
         for parts in (1, 2, 4, 8, 16, 32):
             if parts > 1 and terms // parts < LEAST_TERMS:
                 break
@@ -433,13 +438,18 @@ def _rate(kind: DeviceKind, dtype: str, family: Family) -> float:
     """Return the FLOP/s that large operations of a family reach; 0 for conversions that the device does not need."""
     if family == "depthwise":  # bound by loads, and on no tensor cores
         return 2 * (kind.elements_per_second or kind.peak_flops("float32") * DEPTHWISE_REACHED / 2)
-    own = kind.convolves_in(dtype) if family in CONVOLUTIONS else dtype
+    own = _arithmetic(kind, dtype, family)
     rate = kind.peak_flops(own) * kind.part_of_flops(own)
     if family == "attention":
         return rate * kind.attention_reached
     if family in ("", "convolution") or kind.on_tensor_cores(own):
         return rate
     return rate * WINOGRAD_SAVES if family == "winograd" else 0.0
+
+
+def _arithmetic(kind: DeviceKind, dtype: str, family: Family) -> str:
+    """Return the arithmetic of operations of a family on a device."""
+    return kind.convolves_in(dtype) if family in CONVOLUTIONS else dtype
 
 
 def _operations(work: Work) -> tuple[Alike, ...]:

@@ -122,6 +122,11 @@ def test_products_run_in_rounds_of_tiles() -> None:
     )
     assert part_of_rate(gpu, 1, 90 * 256, 120 * 128 + 1, few) > 0.95
     assert part_of_rate(KIND, 1, 9 * 256 + 1, 12 * 128, few) == pytest.approx(1.0)
+    plain = replace(
+        gpu, flops={"float32": 4e12, "float16": 4e12}
+    )  # without tensor cores small tiles are as fast
+    assert part_of_rate(plain, 1, 9 * 128, 12 * 64, few) == pytest.approx(1.0)
+    assert part_of_rate(gpu, 1, 9 * 128, 12 * 64, few) < 0.8
 
 
 def test_products_are_never_faster_than_the_rate_of_full_rounds() -> None:

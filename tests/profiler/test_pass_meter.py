@@ -197,16 +197,21 @@ def test_dtypes_have_short_names() -> None:
 
 
 def test_matrix_products_have_sizes_and_others_have_none() -> None:
-    """A linear layer and batches of matrices have matrices, rows, columns and terms; an empty product has none."""
+    """A linear layer and batches of matrices have matrices, rows, columns and terms, and a convolution is a product
+    of its patches and kernels. An empty product has none, nor has a convolution of several groups.
+    """
     with PassMeter(None) as meter:
         x, heads = torch.empty(2, 3, 5), torch.empty(4, 6, 8)
         meter.start()
         nn.Linear(5, 7)(x)
         torch.baddbmm(torch.empty(4, 6, 9), heads, torch.empty(4, 8, 9))
         torch.empty(0, 5) @ torch.empty(5, 7)
+        nn.Conv2d(3, 4, 2, stride=2)(torch.empty(2, 3, 6, 8)).sum().backward()
+        nn.Conv2d(4, 4, 2, groups=2)(torch.empty(2, 4, 6, 8))
         found = [each.product for each in meter.work.operations if each.flops]
         empty = [each.product for each in meter.work.operations if not each.flops]
-    assert found == [(1, 6, 7, 5), (4, 6, 9, 8)]
+    convolution = (1, 2 * 3 * 4, 4, 3 * 2 * 2)
+    assert found == [(1, 6, 7, 5), (4, 6, 9, 8), convolution, convolution, ()]
     assert set(empty) == {()}
 
 

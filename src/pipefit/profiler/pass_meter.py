@@ -147,7 +147,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             flops, family, converted = _products(func, args, kwargs, out)
             read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
             dtype = _dtype(args)
-            self._operations[flops, read + _nbytes(out), dtype, family, _matrices(func, args)] += 1
+            self._operations[flops, read + _nbytes(out), dtype, family, _matrices(func, args, out)] += 1
             if converted:
                 self._operations[0, converted, dtype, "layout", ()] += 1
         return out
@@ -210,9 +210,19 @@ _FACTORS = {  # where a matrix product has its factors
 }
 
 
-def _matrices(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the matrices, rows, columns and terms of a matrix product (`Alike.product`)."""
-    place = _FACTORS.get(func._overloadpacket)
+def _matrices(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
+    """Return the matrices, rows, columns and terms of a matrix product (`Alike.product`).
+
+    A convolution of one group is a product of patches and kernels; its backward has products of this size.
+    """
+    packet = func._overloadpacket
+    if packet in (_CONVOLUTION, _CONVOLUTION_BACKWARD):
+        backward = packet is _CONVOLUTION_BACKWARD
+        result, weight, groups = (args[0], args[2], args[-2]) if backward else (out, args[1], args[-1])
+        transposed = args[7] if backward else args[6]
+        size = (1, result.numel() // result.shape[1], weight.shape[0], weight[0].numel())
+        return size if groups == 1 and not transposed and min(size) else ()
+    place = _FACTORS.get(packet)
     if place is None:
         return ()
     left, right = args[place]
