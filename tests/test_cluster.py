@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 
 import pytest
 
+from pipefit import text
 from pipefit.errors import UsageError
 from pipefit.schema.cluster import Cluster, parse_emulated
 from pipefit.schema.devices import Device, DeviceKind, Host, Link, Member, MemberKind, Overheads
@@ -254,3 +256,32 @@ def test_copies_of_a_device_are_connected_as_it_is(name: str) -> None:
                 own.latency_seconds,
             )
     more.route(Member.device(first), Member.device(first + 1))
+
+
+def test_devices_of_one_host_use_pcie_next_to_a_slow_network() -> None:
+    """In a box of cards on a network, two cards exchange data over PCIe, which the matrix of rates marks; cards of
+    different boxes, and boxes on a faster network, use the network.
+    """
+    box = load_cluster("2x-rtx-3090")
+    slow, fast = box.machines(2, 1e9), box.machines(2, 1e11)
+    inside, between = (Member.device(0), Member.device(1)), (Member.device(0), Member.device(2))
+    assert slow.route(*inside) == box.route(*inside) and not slow.route(*inside).direct
+    assert slow.route(*between).bytes_per_second == 1e9 and slow.route(*between).direct
+    assert fast.route(*inside).bytes_per_second == 1e11
+    assert "26.14*" in text(slow)
+
+
+def test_a_link_to_another_host_needs_no_path_through_the_first() -> None:
+    """A device that is linked to another host alone reaches it over this link, in both directions."""
+    links = (Link.between("device0", "host1", bytes_per_second=8.0),)
+    there = replace(make_cluster(1), hosts=(Host(memory_bytes=1),) * 2, links=links)
+    ends = Member.device(0), Member.host(1)
+    assert there.route(*ends).bytes_per_second == there.route(*ends[::-1]).bytes_per_second == 8.0
+
+
+def test_a_switch_reduces_at_a_share_of_its_rate() -> None:
+    """The share is from 0 to 1, and printed."""
+    assert "the switch reduces data (NVLink SHARP), at 74% of it:" in text(load_cluster("hgx-h100"))
+    for share in (-0.1, 1.1):
+        with pytest.raises(UsageError, match="reduces is the fraction of its rate"):
+            Link.between("device0", "device1", bytes_per_second=1.0, reduces=share)

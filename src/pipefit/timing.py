@@ -53,47 +53,64 @@ from pipefit.schema.training import Training
 #
 # NCCL sends in one of three protocols: with a flag in every 8 bytes (LL), which is the first to arrive and
 # reaches a part of the rates; with one in every 128 bytes (LL128), only over NVLink; or in blocks (Simple).
-# It takes the fastest by its own figures (`ncclTunerConstantsDefaults` of NCCL 2.29), which are those below: a
+# It takes the fastest by its own figures (`ncclTunerConstantsDefaults` of NCCL 2.30), which are those below: a
 # constant for each collective, the seconds of a hop, and the share of the rates. Links within a host then count
-# with their rates alone; a message between hosts takes at least the latency of its route.
+# with their rates alone; a message between hosts takes at least the latency of its route. NCCL adds a network's
+# latency instead, and corrects rates of some sizes by tables, which are left out here.
 
 
 class Sending(NamedTuple):
     """How an algorithm sends: seconds of its start and of hops, and the share of link rates that it reaches.
 
     Hops are over a link between devices, through a host, and between hosts; None means the latencies of links.
-    Shares are those on one host and on several.
+    Shares are those on one host and on several; so are the `limits`, in bytes a second of all rings together.
     """
 
     start: float
     hops: tuple[float, float, float] | None
     reaches: tuple[float, float]
+    limits: tuple[float, float] = (inf, inf)
 
 
 class Protocol(NamedTuple):
-    """How rings and trees send."""
+    """How rings and trees send; over several hosts each hop of a ring takes at least the seconds of `posting` it."""
 
     ring: Sending
     tree: Sending
+    posting: float = 0.0
+
+    def around(self, chains: Sequence[Sequence[int]]) -> Sending:
+        """Return how a ring sends around the members of these hosts."""
+        if self.ring.hops is None or len(chains) < 2:
+            return self.ring
+        direct, through_host, between = (max(hop, self.posting) for hop in self.ring.hops)
+        if self.tree.hops is not None and max(map(len, chains)) == 1:
+            between = self.tree.hops[-1]  # no hops within hosts hide its latency
+        return self.ring._replace(hops=(direct, through_host, between))
 
 
 _TREE_REACHES = 0.92  # share of link rates, by NCCL's estimate
 PLAIN = Protocol(Sending(0.0, None, (1.0, 1.0)), Sending(0.0, None, (_TREE_REACHES, _TREE_REACHES)))
+_LL_LIMITS = 87.7e9, 20e9  # those of an A100, and of three hosts and more
 LL = Protocol(
-    Sending(6.6e-6, (0.6e-6, 1.0e-6, 2.7e-6), (0.37, 0.1)),
-    Sending(6.8e-6, (0.6e-6, 1.0e-6, 5.0e-6), (0.24, 0.1)),
+    Sending(6.6e-6, (0.6e-6, 1.0e-6, 2.7e-6), (0.5, 0.5), _LL_LIMITS),
+    Sending(6.8e-6, (0.6e-6, 1.0e-6, 5.0e-6), (0.24, 0.24), _LL_LIMITS),
+    posting=1e-6,
 )
 LL128 = Protocol(
-    Sending(14e-6, (1.9e-6, inf, 4.0e-6), (0.92, 0.92)), Sending(14e-6, (1.25e-6, inf, 8.5e-6), (0.72, 0.86))
+    Sending(14e-6, (1.9e-6, inf, 4.0e-6), (0.92, 0.92)),
+    Sending(14e-6, (1.25e-6, inf, 8.5e-6), (0.72, 0.86)),
+    posting=1e-6,
 )
 SIMPLE = Protocol(
     Sending(8.4e-6, (3.4e-6, 5.7e-6, 14e-6), (1.0, 1.0)),
     Sending(8.4e-6, (4.0e-6, 4.0e-6, 14e-6), (_TREE_REACHES, _TREE_REACHES)),
+    posting=3e-6,
 )
 NCCL = SIMPLE, LL128, LL
-# An all-reduce in a switch (NVLS): every member sends its bytes once and receives the sums, at the rate that one of
-# NCCL's authors names for eight H100, 275 GB/s where a ring's links reach 370 (NVIDIA/nccl-tests#212)
-IN_SWITCH = Sending(25e-6, (0.0, 0.0, 0.0), (0.74, 0.74))
+NVLS_SECONDS = (
+    25e-6  # of an all-reduce in a switch, besides its bytes, which every member sends and receives once
+)
 
 
 class Hop(NamedTuple):
@@ -145,14 +162,14 @@ def ways_of_sum(
 ) -> list[LinkCollective]:
     """Return the ways of an all-reduce: the ring, and trees if several hosts take part, in every protocol.
 
-    A switch that sums is another way.
+    A switch that reduces is another way.
     """
     count, protocols = len(members), protocols or protocols_of(cluster)
     hops = _around(cluster, members, lambda _, __: 2 * (count - 1) * nbytes // count)
     result = _rings(cluster, members, hops, 2, protocols)
-    if cluster.backend == "cuda" and count > 1 and cluster.has_summing_switch(members):
+    if cluster.backend == "cuda" and count > 1 and (share := cluster.reduced_by_switch(members)):
         exchange = _exchange(cluster, _around(cluster, members, lambda _, __: nbytes))
-        result.append(_sent(exchange, IN_SWITCH, 0.0, is_far=False))
+        result.append(_sent(exchange, NVLS_SECONDS, share))
     channels = _channels(cluster, members)
     if cluster.backend == "cuda" and len(channels[0]) > 1:
         with suppress(UsageError):  # no link joins some of the hosts
@@ -238,11 +255,21 @@ def _exchange(cluster: Cluster, hops: Iterable[Hop]) -> LinkCollective:
     return LinkCollective(hops, 0.0, {wire: fsum(every) for wire, every in of_wires.items()}, slowed)
 
 
-def _sent(exchange: LinkCollective, sending: Sending, delay: float, *, is_far: bool) -> LinkCollective:
-    """Return the exchange as it is sent, with the `delay` of its hops."""
-    reaches = sending.reaches[is_far]
+def _sent(exchange: LinkCollective, delay_seconds: float, reaches: float) -> LinkCollective:
+    """Return the exchange with a delay and a share of the rates of its links."""
     wires = {wire: seconds / reaches for wire, seconds in exchange.wire_seconds.items()}
-    return exchange._replace(delay_seconds=sending.start + delay, wire_seconds=wires)
+    return exchange._replace(delay_seconds=delay_seconds, wire_seconds=wires)
+
+
+def _share(
+    cluster: Cluster, exchange: LinkCollective, channels: int, sending: Sending, *, is_far: bool
+) -> float:
+    """Return the share of the rates of its links that an exchange reaches over all `channels` together."""
+    reaches, limit = sending.reaches[is_far], sending.limits[is_far]
+    if limit == inf:
+        return reaches
+    routes = (cluster.route(Member.device(hop.source), Member.device(hop.target)) for hop in exchange.hops)
+    return min(reaches, limit / (channels * min(route.bytes_per_second for route in routes)))
 
 
 def _latency(cluster: Cluster, source: int, target: int, sending: Sending) -> float:
@@ -282,11 +309,16 @@ def _rings(
     cluster: Cluster, members: Sequence[int], hops: Iterable[Hop], turns: int, protocols: Sequence[Protocol]
 ) -> list[LinkCollective]:
     """Return the exchange of these hops around rings in every protocol that the links allow."""
-    exchange, is_far = _exchange(cluster, hops), len(_chains(cluster, members)) > 1
+    exchange, chains = _exchange(cluster, hops), _chains(cluster, members)
     if len(members) == 1:
         return [exchange]
-    delays = ((one.ring, _ring_delay(cluster, members, turns, one.ring)) for one in protocols)
-    return [_sent(exchange, ring, delay, is_far=is_far) for ring, delay in delays if delay < inf]
+    channels, is_far, result = len(_channels(cluster, members)), len(chains) > 1, list[LinkCollective]()
+    for ring in (one.around(chains) for one in protocols):
+        delay = ring.start + _ring_delay(cluster, members, turns, ring)
+        if delay < inf:
+            share = _share(cluster, exchange, channels, ring, is_far=is_far)
+            result.append(_sent(exchange, delay, share))
+    return result
 
 
 def _ring_delay(cluster: Cluster, members: Sequence[int], turns: int, sending: Sending) -> float:
@@ -319,16 +351,17 @@ def _double_trees(
     """Yield an all-reduce up and down two trees over the members of several hosts, in every channel and protocol."""
     hops, ways = list[Hop](), list[list[tuple[int, int]]]()
     for chains in channels:
-        for tree, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
+        for parents, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
             each = part / len(channels)
-            for child, parent in tree.items():
+            for child, parent in parents.items():
                 hops += Hop(child, parent, each), Hop(parent, child, each)
-            ways += [[*_way_up(tree, last)] for *_, last in chains]
+            ways += [[*_way_up(parents, last)] for *_, last in chains]
     exchange = _exchange(cluster, hops)
-    for protocol in protocols:
-        delay = max(2 * sum(_latency(cluster, *hop, protocol.tree) for hop in way) for way in ways)
+    for tree in (protocol.tree for protocol in protocols):
+        delay = tree.start + max(2 * sum(_latency(cluster, *hop, tree) for hop in way) for way in ways)
         if delay < inf:
-            yield _sent(exchange, protocol.tree, delay, is_far=True)
+            share = _share(cluster, exchange, len(channels), tree, is_far=True)
+            yield _sent(exchange, delay, share)
 
 
 def _way_up(tree: Mapping[int, int], member: int) -> Iterator[tuple[int, int]]:
@@ -376,8 +409,8 @@ TILES = (
     (64, 128),
     (64, 64),
 )  # of cuBLAS
-LOADING = 27  # with which a tile of 64 x 64 reaches two thirds of the rate of one of 256 x 128
-LEAST_TERMS = 512  # of a sum that is divided among several tiles
+LOAD_PENALTY = 27  # chosen, so that a tile of 64 x 64 reaches two thirds of the rate of one of 256 x 128
+LEAST_TERMS = 512  # chosen: of a part of a sum that is divided among several tiles
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
 
 
@@ -414,15 +447,15 @@ def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None, on_ten
     """Return the part of a GPU's rate that a matrix product reaches with the best tiles, at most 1.
 
     A kernel computes the result in tiles, each on one multiprocessor, so the last round of tiles may leave
-    many idle, and tiles reach beyond the edges of the result. Smaller tiles fit better but load more elements
-    for every product, for which tensor cores wait. A kernel may also divide long sums among several tiles
-    (NVIDIA, Matrix Multiplication Background User's Guide).
+    many idle, and tiles reach beyond the edges of the result; those of a thin result are as thin. Smaller
+    tiles fit better but load more elements for every product, for which tensor cores wait. A kernel may also
+    divide long sums among several tiles (NVIDIA, Matrix Multiplication Background User's Guide).
     """
     if not product or multiprocessors is None:
         return 1.0
     matrices, rows, columns, terms = product
     best = 0.0
-    for high, wide in TILES:
+    for high, wide in ((min(high, rows), min(wide, columns)) for high, wide in TILES):
         tiles = matrices * -(-rows // high) * -(-columns // wide)
         loads = 1 / high + 1 / wide - 1 / TILES[0][0] - 1 / TILES[0][1] if on_tensor_cores else 0.0
         for parts in (1, 2, 4, 8, 16, 32):
@@ -430,7 +463,7 @@ def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None, on_ten
                 break
             rounds = -(-tiles * parts // multiprocessors)
             computed = rounds * multiprocessors * high * wide / parts
-            best = max(best, matrices * rows * columns / computed / (1 + LOADING * loads))
+            best = max(best, matrices * rows * columns / computed / (1 + LOAD_PENALTY * loads))
     return best
 
 
@@ -485,8 +518,8 @@ def _seconds(cost: LayerCost, kind: DeviceKind, training: Training, group: Group
         for parameter in cost.parameters
         if parameter.trainable
     )
-    if cost.backward.seconds is None and training.accumulated:
-        backward += training.accumulated * seconds(Work.of(sums), kind)
+    if cost.backward.seconds is None and training.accumulated_share:
+        backward += training.accumulated_share * seconds(Work.of(sums), kind)
     return PassSeconds(forward, backward, update)
 
 

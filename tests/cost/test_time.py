@@ -15,6 +15,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
 from pipefit.models.settings import OptimizerName, optimizer_of
 from pipefit.schema.actions import Action, Kind
+from pipefit.schema.cluster import Cluster
 from pipefit.schema.devices import DeviceKind, Host
 from pipefit.schema.layer_costs import Alike, Family, LayerCost, Parameter, Work
 from pipefit.schema.profile import Measurement
@@ -139,6 +140,19 @@ def test_products_are_never_faster_than_the_rate_of_full_rounds() -> None:
         assert 0 < part_of_rate(gpu, *sizes) <= 1 + 1e-12
     assert part_of_rate(gpu, 1, 32000, 32000, 64) > 0.95
     assert part_of_rate(gpu, 1, 256, 256, 1 << 16) > 6 * part_of_rate(gpu, 1, 256, 256, 512)
+
+
+@pytest.mark.parametrize(
+    "product", [(1, 1, 4096, 4096), (1, 8, 4096, 4096), (1, 4096, 16, 4096), (1, 1 << 18, 2, 64)]
+)
+def test_thin_products_are_bound_by_their_bytes(product: tuple[int, int, int, int]) -> None:
+    """A result of few rows or columns has tiles as thin, so that its bytes take longer, as on any device."""
+    a100 = Cluster.preset("dgx-a100").devices[0].kind
+    matrices, rows, columns, terms = product
+    moved = 4 * matrices * (rows * terms + terms * columns + rows * columns)
+    work = Work.of([Alike(1, 2 * prod(product), moved, "float32", "", product)])
+    untiled = seconds(work, replace(a100, multiprocessors=None))
+    assert seconds(work, a100) == pytest.approx(untiled, rel=0.3)
 
 
 def test_backwards_add_gradients_to_those_of_earlier_microbatches() -> None:

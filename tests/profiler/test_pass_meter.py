@@ -208,6 +208,7 @@ def test_matrix_products_have_sizes_and_others_have_none() -> None:
         torch.empty(0, 5) @ torch.empty(5, 7)
         nn.Conv2d(3, 4, 2, stride=2)(torch.empty(2, 3, 6, 8)).sum().backward()
         nn.Conv2d(4, 4, 2, groups=2)(torch.empty(2, 4, 6, 8))
+        nn.Conv2d(0, 4, 2)(torch.empty(2, 0, 6, 8))
         found = [each.product for each in meter.work.operations if each.flops]
         empty = [each.product for each in meter.work.operations if not each.flops]
     convolution = (1, 2 * 3 * 4, 4, 3 * 2 * 2)

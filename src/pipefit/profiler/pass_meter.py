@@ -213,15 +213,17 @@ _FACTORS = {  # where a matrix product has its factors
 def _matrices(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
     """Return the matrices, rows, columns and terms of a matrix product (`Alike.product`).
 
-    A convolution of one group is a product of patches and kernels; its backward has products of this size.
+    A convolution of one group is a product of patches and kernels; those of its backward count as if they had
+    the same size.
     """
     packet = func._overloadpacket
     if packet in (_CONVOLUTION, _CONVOLUTION_BACKWARD):
         backward = packet is _CONVOLUTION_BACKWARD
         result, weight, groups = (args[0], args[2], args[-2]) if backward else (out, args[1], args[-1])
         transposed = args[7] if backward else args[6]
-        size = (1, result.numel() // result.shape[1], weight.shape[0], weight[0].numel())
-        return size if groups == 1 and not transposed and min(size) else ()
+        if groups != 1 or transposed or not result.numel() or not weight.numel():
+            return ()
+        return 1, result.numel() // result.shape[1], weight.shape[0], weight[0].numel()
     place = _FACTORS.get(packet)
     if place is None:
         return ()

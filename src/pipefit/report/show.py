@@ -258,7 +258,15 @@ def _links(cluster: Cluster) -> list[Block]:
     left_out = (
         [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
     )
-    return [matrix, *left_out, *_both_ways(cluster)]
+    return [matrix, *left_out, *_both_ways(cluster), *_reducing(cluster)]
+
+
+def _reducing(cluster: Cluster) -> Iterator[str]:
+    """Yield the switches that reduce data, and the share of their rate that an all-reduce reaches."""
+    for link in cluster.links:
+        if link.reduces:
+            names = shortened("-".join(map(str, link.members)))
+            yield f"the switch reduces data (NVLink SHARP), at {link.reduces:.0%} of it: {names}"
 
 
 def _both_ways(cluster: Cluster) -> Iterator[str]:
@@ -272,11 +280,10 @@ def _rate(cluster: Cluster, source: Member, target: Member) -> str:
     if source == target:
         return "-"
     try:
-        rate = cluster.route(source, target).bytes_per_second / 1e9
+        route = cluster.route(source, target)
     except UsageError:
         return "-"
-    direct = any(source in link.members and target in link.members for link in cluster.links)
-    return f"{rate:.4g}" if direct else f"{rate:.4g}*"
+    return f"{route.bytes_per_second / 1e9:.4g}" + "*" * (not route.direct)
 
 
 # ---- Profiles: costs of blocks and layers, and saved tensors

@@ -231,7 +231,7 @@ class Cluster:
         Every device sends and receives `bytes_per_second` over the network.
 
         Hosts and devices are numbered machine by machine. The network is a switch of all devices; devices of
-        one machine use it only if no faster link joins them.
+        one machine use it only if it is faster than their other links and PCIe.
 
         Raises:
             UsageError: fewer than one machine, too many devices, or a rate that is not positive.
@@ -286,7 +286,7 @@ class Cluster:
         }
 
     def route(self, source: Member, target: Member) -> Route:
-        """Return the fastest direct route between two members, or else the route through the hosts.
+        """Return the fastest link between two members, or the path through hosts if it is faster or the only one.
 
         Raises:
             UsageError: nothing joins the members.
@@ -309,10 +309,12 @@ class Cluster:
                 result.setdefault(member, {})[number] = link
         return result
 
-    def has_summing_switch(self, devices: Iterable[int]) -> bool:
-        """Return whether a switch that sums joins all of these devices."""
+    def reduced_by_switch(self, devices: Iterable[int]) -> float:
+        """Return the share of its rate that a switch of all these devices reaches which reduces data; 0 if none."""
         asked = set(map(Member.device, devices))
-        return any(link.sums and asked <= set(link.members) for link in self.links)
+        return max(
+            (link.reduces for link in self.links if link.reduces and asked <= set(link.members)), default=0.0
+        )
 
     def _route(self, source: Member, target: Member) -> Route:
         """Return the fastest link between two members, or the path through their hosts if there is none.
@@ -332,14 +334,16 @@ class Cluster:
                 f"{source} and {target} are not connected: add a link between them, or links from each "
                 "device to its host"
             )
-        if not links or (len(path) == 3 and self._host_serves(source, target)):
+        if not links or self._host_serves(source, target):
             routes.append(self._along(path))
         return max(routes, key=lambda route: route.bytes_per_second)
 
-    def _host_serves(self, *devices: Member) -> bool:
-        """Return whether all of these devices have a link to the host of the first one."""
-        host = self._links_of.get(self._near(devices[0]), {})
-        return all(not host.keys().isdisjoint(self._links_of.get(device, {})) for device in devices)
+    def _host_serves(self, one: Member, other: Member) -> bool:
+        """Return whether two members are devices of one host with links to it."""
+        if not one.kind is other.kind is MemberKind.DEVICE or self._near(one) != self._near(other):
+            return False
+        host = self._links_of.get(self._near(one), {})
+        return all(not host.keys().isdisjoint(self._links_of.get(device, {})) for device in (one, other))
 
     def _along(self, path: Sequence[Member]) -> Route:
         """Return the route of the hops along a path."""
@@ -514,7 +518,7 @@ def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str
 # efficiency = 0.8                         # the share that copies reach; default 1
 # duplex = 0.7                             # the share of that while both directions are busy; default 1
 # wire = "pcie0"                           # all of these links share a wire
-# sums = true                              # a switch adds up what its members send (NVLink SHARP)
+# reduces = 0.74                           # the share that an all-reduce in the switch reaches (NVLink SHARP)
 
 
 _PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
@@ -577,7 +581,7 @@ class LinksText:
     wire: str | None = None
     efficiency: float = 1.0
     duplex: float = 1.0
-    sums: bool = False
+    reduces: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -709,7 +713,7 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
             wire=text.wire,
             efficiency=text.efficiency,
             duplex=text.duplex,
-            sums=text.sums,
+            reduces=text.reduces,
         )
 
 

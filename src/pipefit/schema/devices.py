@@ -420,7 +420,7 @@ class Link:
     `bytes_per_second` is one lane's rate in one direction, from the data sheet. Copies reach the share
     `efficiency` of it, and the share `duplex` of that while the opposite direction is busy: 1 if the
     directions are independent, 0.5 if they alternate. Links with the same `wire` share it. A switch that
-    `sums` adds up what its members send in an all-reduce (NVLink SHARP).
+    reduces data itself (NVLink SHARP) reaches the share `reduces` of its rate in an all-reduce; 0 if it does not.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -433,7 +433,7 @@ class Link:
     wire: str | None = None
     efficiency: float = 1.0
     duplex: float = 1.0
-    sums: bool = False
+    reduces: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -456,6 +456,11 @@ class Link:
             raise UsageError(
                 f"{self._named}: duplex is the fraction of its rate that each direction keeps when both are "
                 f"busy, from 0.5 (half duplex) to 1 (full duplex), not {self.duplex:g}"
+            )
+        if not 0 <= self.reduces <= 1:
+            raise UsageError(
+                f"{self._named}: reduces is the fraction of its rate that a switch reaches which reduces data, "
+                f"at most 1, or 0 for none, not {self.reduces:g}"
             )
         _check_rates(self._named, self.copy_rate)
         if self.latency_seconds >= LONGEST_SECONDS:
@@ -484,6 +489,7 @@ class Link:
         wire: str | None = None,
         efficiency: float = 1.0,
         duplex: float = 1.0,
+        reduces: float = 0.0,
     ) -> Link:
         """Return a link between members given as texts.
 
@@ -500,4 +506,5 @@ class Link:
             wire=wire,
             efficiency=efficiency,
             duplex=duplex,
+            reduces=reduces,
         )

@@ -131,7 +131,7 @@ class Training:
         return self.batch_size // self.microbatches
 
     @property
-    def accumulated(self) -> float:
+    def accumulated_share(self) -> float:
         """The part of all microbatches whose gradients are added to those of earlier ones, from 0 to 1."""
         return 0.0 if self.schedule == "pipedream" else 1 - 1 / self.microbatches
 
