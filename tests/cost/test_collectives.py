@@ -423,11 +423,12 @@ STARTS = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
 
 @pytest.mark.parametrize("near", ["nvlink", "pcie"])
 @pytest.mark.parametrize(("several", "each"), [(1, 2), (1, 8), (2, 4), (4, 1), (4, 8)])
-def test_few_bytes_take_the_latencies_of_nccl(near: str, several: int, each: int) -> None:
-    """The fastest of all protocols and algorithms takes few bytes, by NCCL's own formula: a ring's steps within
-    hosts and between them, or twice a tree's way to the root; a slower network counts with its own latency.
+def test_collectives_have_the_delays_of_nccl(near: str, several: int, each: int) -> None:
+    """Every protocol and algorithm has the delay of NCCL's formula: a ring's steps within hosts and between them, or
+    twice a tree's way to the root. The last part of a ring passes all hops between hosts twice, though NCCL counts
+    fewer; and a network counts with its latency if that is longer, though NCCL adds it.
     """
-    far = 1e-5
+    far = 1e-6 if near == "nvlink" else 1e-5
     cluster = hosts(*[each] * several, far=far, rates=(100_000, 10_000), on="cuda")
     if near == "pcie":
         box = load_cluster(f"{each}x-rtx-3090")
@@ -442,15 +443,14 @@ def test_few_bytes_take_the_latencies_of_nccl(near: str, several: int, each: int
             ring = max(ring, (1.0, 1.0, 3.0)[protocol])
         if (inner and ring is None) or (several > 1 and inner and tree is None):
             continue
-        between = 2 * (several - 1)
+        between = 2 * several if several > 1 and inner else 2 * (several - 1)  # NCCL counts the latter
         steps = 2 * (several * each - 1) - between
         expected.append(STARTS["ring"][protocol] + steps * (ring or 0) + between * over[0])
         if several > 1:
             way = (each - 1) * (tree or 0) + (several.bit_length() - 1) * over[1]
             expected.append(STARTS["tree"][protocol] + 2 * way)
-    ways = ways_of_sum(cluster, members, 8)
-    assert len(ways) == len(expected)
-    assert 1e6 * min(way.delay_seconds for way in ways) == pytest.approx(min(expected), rel=0.05)
+    found = sorted(1e6 * way.delay_seconds for way in ways_of_sum(cluster, members, 8))
+    assert found == pytest.approx(sorted(expected), rel=0.05)
 
 
 def test_protocols_trade_latency_for_rate() -> None:
