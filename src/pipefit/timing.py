@@ -143,13 +143,19 @@ class LinkCollective(NamedTuple):
 
         Each direction of a wire is slowed until the direction that ends first has ended.
         """
-        delay, own = self.delay_seconds, self.wire_seconds
-        result = delay
+        own, result = self.wire_seconds, self.delay_seconds
         for wire, slowed in self.slowed.items():
             other = opposite(wire) if slowed < 1.0 else None
-            both = delay + part * min(own[wire], own[other]) if other in own else 0.0
-            result = max(result, delay + part * own[wire] + both * (1 / slowed - 1))
+            both = part * min(own[wire], own[other]) if other in own else 0.0
+            result = max(result, self.delay_seconds + part * own[wire] + both * (1 / slowed - 1))
         return result
+
+    def delay_on(self, wire: str) -> float:
+        """Return the delay as seconds of use of a wire.
+
+        It holds no wire, so it is shorter by as much as a wire is slowed whose other direction is in use too.
+        """
+        return self.delay_seconds * (self.slowed[wire] if opposite(wire) in self.wire_seconds else 1.0)
 
 
 def protocols_of(cluster: Cluster) -> tuple[Protocol, ...]:

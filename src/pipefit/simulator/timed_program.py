@@ -529,9 +529,9 @@ class TimedProgram:
         begin = self._members[begun.what]
         members = begin if self._alike is None else self._alike.those_of(begin)
         exchange = exchange_of(self._cluster, members, begun)
-        delay, slowed = exchange.delay_seconds, exchange.slowed
         parts = (
-            self._on_wires(delay + s, (wire,), (slowed[wire],)) for wire, s in exchange.wire_seconds.items()
+            self._on_wires(exchange.delay_on(wire) + s, (wire,), (exchange.slowed[wire],))
+            for wire, s in exchange.wire_seconds.items()
         )
         return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
 
