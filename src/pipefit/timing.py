@@ -153,7 +153,7 @@ class LinkCollective(NamedTuple):
     def delay_on(self, wire: str) -> float:
         """Return the delay as seconds of use of a wire.
 
-        It holds no wire, so it is shorter by as much as a wire is slowed whose other direction is in use too.
+        It holds no wire. A wire is slowed while its other direction is in use, so the delay is shortened by this share.
         """
         return self.delay_seconds * (self.slowed[wire] if opposite(wire) in self.wire_seconds else 1.0)
 
