@@ -34,7 +34,7 @@ class Shot(NamedTuple):
 
 
 _MODEL = "zoo:gpt-stdlib --set layers=8 --set hidden=128 --set heads=4 --set sequence=128"
-_ASKED = f"{_MODEL} --cluster emulated:4x12MiB --batch-size 16 --microbatch-size 2"
+_ASKED = f"{_MODEL} --cluster emulated:4x12MiB --batch-size 16 --microbatch-size 2 --data 1 --tensor 1"
 SHOTS = (
     Shot("What does this machine have, and what can pipefit do on it?", "pipefit doctor", 2, 6),
     Shot("Does it fit, on one screen?", f"pipefit fit {_MODEL} --cluster emulated:4x12MiB", 24),
