@@ -272,11 +272,20 @@ def test_devices_of_one_host_use_pcie_next_to_a_slow_network() -> None:
 
 
 def test_a_link_to_another_host_needs_no_path_through_the_first() -> None:
-    """A device that is linked to another host alone reaches it over this link, in both directions."""
+    """A device that is linked to another host alone reaches it over this link, in both directions. Two devices of
+    different hosts use their link, though both also have one to the first host.
+    """
     links = (Link.between("device0", "host1", bytes_per_second=8.0),)
     there = replace(make_cluster(1), hosts=(Host(memory_bytes=1),) * 2, links=links)
     ends = Member.device(0), Member.host(1)
     assert there.route(*ends).bytes_per_second == there.route(*ends[::-1]).bytes_per_second == 8.0
+    one, other = make_cluster(2).devices
+    links = (
+        Link.between("device0", "device1", bytes_per_second=2.0),
+        *(Link.between(f"device{number}", "host0", bytes_per_second=8.0) for number in range(2)),
+    )
+    apart = replace(there, devices=(one, replace(other, host=1)), links=links)
+    assert apart.route(Member.device(0), Member.device(1)).bytes_per_second == 2.0
 
 
 def test_a_switch_reduces_at_a_share_of_its_rate() -> None:

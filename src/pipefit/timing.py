@@ -5,9 +5,9 @@ FLOP/s and moving bytes at a share of its memory bandwidth, since kernels reach 
 al., 2009), plus a constant for its launch and for filling the device. So small operations reach less than
 large ones. Convolutions have arithmetic of their own: tensor cores multiply float32 images in TF32, which torch
 allows for convolutions by default, and convert images that are not channels last; elsewhere kernels of 3 x 3
-use Winograd's transform. Depthwise kernels use no tensor cores. The shares and the constant belong to the kind
-(`schema.devices.DeviceKind`) and can be set. The share of large products depends on more than the kind; narrow
-products are bound by their bytes here. `benchmarks/bench_time.py` compares estimates with published training
+use Winograd's transform. Depthwise kernels use no tensor cores. A GPU computes products in tiles, so they reach
+their share only if the tiles fill its multiprocessors. The shares and the constant belong to the kind
+(`schema.devices.DeviceKind`) and can be set. `benchmarks/bench_time.py` compares estimates with published training
 throughput; for measured seconds, use `pipefit profile --device cpu|cuda`.
 """
 
@@ -39,8 +39,7 @@ from pipefit.schema.training import Training
 # in every host a chain to its first member, and between hosts a binary tree. Sums go up to the root and down
 # again. Inner members of one tree are leaves of the other, so no host sends more than twice the bytes. A part
 # passes twice the hops of the longest path to the root: between hosts, the logarithm of their number. NCCL
-# takes the algorithm that it estimates to be faster (`ncclTopoTuneModel`); so does this module, by the
-# latencies and rates of the cluster's links.
+# takes the algorithm that it estimates to be faster (`ncclTopoTuneModel`); so does this module.
 #
 # A host with a network port for each device has as many rings and trees over several hosts, which leave it by
 # another device each and carry equal parts of the bytes: NCCL searches channels that use all ports. Gloo has one.
@@ -405,16 +404,8 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float64": 8}  # bytes of an element; 4
 CONVOLUTIONS = ("convolution", "winograd", "layout")
 DEPTHWISE_REACHED = 0.05  # of the float32 rate, by kernels that load an element for every product
 WINOGRAD_SAVES = 2.25  # products of a direct convolution over those for tiles of 2 x 2 (Lavin and Gray, 2016)
-TILES = (
-    (256, 128),
-    (128, 256),
-    (128, 128),
-    (256, 64),
-    (64, 256),
-    (128, 64),
-    (64, 128),
-    (64, 64),
-)  # of cuBLAS
+# Tiles of a result that kernels of cuBLAS compute, the fastest first
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 LOAD_PENALTY = 27  # chosen, so that a tile of 64 x 64 reaches two thirds of the rate of one of 256 x 128
 LEAST_TERMS = 512  # chosen: of a part of a sum that is divided among several tiles
 HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory bandwidth, by an optimizer on all cores
