@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from torch.nn import functional as F
 import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory import StageStorages, receive_buffers, receives_ahead
+from pipefit.schema.cluster import Cluster
+from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
+from support.known_profiles import profile
 from support.small_tasks import plan_of, task_of
-from support.torch_engine_cases import engine_case
+from support.torch_engine_cases import divided_case, engine_case
 
 
 def some_layers() -> pipefit.Task:
@@ -97,12 +103,112 @@ def test_random_plans(seed: int) -> None:
     plan = replace(plan, decisions=())
     peaks = certified_and_simulated(task, plan)[1::2]
     for device, (dry, ledger) in zip(plan.workers, peaks, strict=True):
-        places = {number: plan.stages[number] for number in plan.stages_of(device)}
-        buffered = sum(
-            StageStorages(plan.measured(n), place.start, place.stop, buffered=True).buffered_gradient_bytes
-            for n, place in places.items()
-        )
-        assert -NORMS <= ledger - dry <= buffered + NORMS
+        assert -NORMS <= ledger - dry <= buffered_gradients(plan, device) + NORMS
+
+
+def buffered_gradients(plan: Plan, device: int) -> int:
+    """Return the bytes of gradients that the stages of a device may have been measured without."""
+    places = {number: plan.stages[number] for number in plan.stages_of(device)}
+    return sum(
+        StageStorages(plan.measured(n), place.start, place.stop, buffered=True).buffered_gradient_bytes
+        for n, place in places.items()
+    )
+
+
+# ---- Replicas that divide gradients or parameters
+
+
+def uneven_layers() -> pipefit.Task:
+    """Return a task whose parameters have rows that two or three replicas cannot divide equally."""
+
+    def layers() -> list[nn.Module]:
+        first = nn.Linear(16, 15), nn.Tanh(), nn.Linear(15, 33), nn.ReLU()
+        return [*first, nn.LayerNorm(33), nn.Linear(33, 9), nn.Tanh(), nn.Linear(9, 5)]
+
+    return task_of(layers, inputs=16, outputs=5, optimizer=partial(torch.optim.Adam, lr=0.1))
+
+
+def divided_plan(
+    task: pipefit.Task,
+    split: tuple[int, ...],
+    shard: Sharding,
+    *,
+    data: int = 2,
+    devices: int | None = None,
+    size: int = 4,
+    **options: Any,
+) -> Plan:
+    """Return a plan of `split` layers a stage, each with `data` replicas that divide gradients or parameters."""
+    profiled = profile(task, microbatch_size=(size, size * data), threads=torch.get_num_threads())
+    plan = plan_of(task, split, size=size * data, devices=devices, profiled=profiled, **options)
+    ranks = devices or len(split)
+    grids = [
+        Grid(devices=tuple(range(n % ranks * data, n % ranks * data + data)), data=data, shard=shard)
+        for n in range(len(split))
+    ]
+    stages = tuple(replace(stage, grid=grid) for stage, grid in zip(plan.stages, grids, strict=True))
+    return replace(plan, stages=stages, cluster=Cluster.emulated((ranks * data, 1 << 30)))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("split", "schedule", "microbatches", "options"),
+    [
+        ((3, 5), "1f1b", 4, {}),
+        ((3, 5), "1f1b", 1, {"data": 3}),
+        ((2, 6), "gpipe", 3, {"data": 3}),
+        ((8,), "1f1b", 3, {}),
+        ((7, 1), "gpipe", 1, {"data": 3, "size": 1}),
+        ((2, 2, 4), "eager-1f1b", 5, {}),
+        ((3, 5), "torchgpipe", 3, {}),
+        ((1, 1, 1, 5), "gpipe", 4, {"devices": 2}),
+        ((1, 1, 1, 1, 1, 1, 1, 1), "gpipe", 2, {"devices": 2}),
+    ],
+)
+def test_divided_state_to_the_byte(
+    shard: Sharding, split: tuple[int, ...], schedule: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    """Gathers, reductions and parts of every tensor are those of FSDP2, also with several stages on a device.
+
+    The first step's dry run adds the states of random generators.
+    """
+    task = uneven_layers()
+    plan = divided_plan(task, split, shard, schedule=schedule, microbatches=microbatches, **options)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+@pytest.mark.parametrize("recompute", ["always", "stages"])
+def test_recomputation_with_divided_state(recompute: Recompute) -> None:
+    """Gathers of a recomputation change nothing of how it differs from the dry run."""
+    task = uneven_layers()
+    options = {"schedule": "gpipe", "microbatches": 3, "recompute": recompute}
+    divided, whole = (
+        [dry - ledger for dry, ledger in certified_and_simulated(task, plan)[1::2]]
+        for plan in (divided_plan(task, (4, 4), shard, **options) for shard in ("parameters", "none"))
+    )
+    assert divided == whole
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", [seed for seed in range(59) if seed not in (7, 16, 30, 42, 52)])  # no plan
+def test_random_divided_plans(seed: int) -> None:
+    """Steady peaks, with the tolerance of whole replicas; FSDP2 also fills in gradients that no loss has."""
+    task, plan = divided_case(seed)
+    plan = replace(plan, decisions=())
+    if any(value.unused for cost in plan.measurement.costs for value in cost.outputs):
+        pytest.skip("values without gradients")
+    for device, (dry, ledger) in zip(plan.workers, certified_and_simulated(task, plan)[1::2], strict=True):
+        assert -NORMS <= ledger - dry <= buffered_gradients(plan, device) + NORMS
+
+
+def test_seconds_of_divided_state() -> None:
+    """Replicas that divide parameters gather them more often, so a step is longer than with gradients alone."""
+    gradients, parameters = (
+        pipefit.simulate(divided_plan(uneven_layers(), (3, 5), shard, microbatches=4), engine="torch")
+        for shard in ("gradients", "parameters")
+    )
+    assert gradients.step_seconds[-1] < parameters.step_seconds[-1]
 
 
 def test_receive_buffers() -> None:

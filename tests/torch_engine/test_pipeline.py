@@ -326,7 +326,7 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "optimizer", "said"),
     [
-        (Scaled, SGD, "cannot divide parameter 1.scale, which has no dimension: divide optimizer state only"),
+        (Scaled, SGD, "cannot divide parameters of layer 1, which has a parameter without dimensions"),
         (
             partial(Scaled, in_place=True),
             SGD,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import Adam
 
 import pipefit
 from pipefit.cli import main
-from pipefit.errors import InfeasibleError, UsageError
+from pipefit.errors import InfeasibleError
 from pipefit.memory import receives_ahead
 from pipefit.schema.json_io import load, save
 from pipefit.schema.plan import Plan
@@ -87,8 +88,11 @@ def test_replicas_divide_gradients_if_nothing_else_fits() -> None:
     plan = pipefit.plan(task, cluster, **question)
     assert plan.stages[0].grid.shard == "gradients"
     assert max(d.peak_bytes for d in pipefit.certify_pipeline(task, plan).devices) <= 766 << 10
-    with pytest.raises(UsageError, match=r"only a dry run knows.*certify --engine torch"):
-        pipefit.simulate(plan, engine="torch")
+    profiled = profile(task, microbatch_size=(4, 8), threads=torch.get_num_threads())
+    by_ledger = pipefit.plan(
+        profiled, cluster, **{n: v for n, v in question.items() if n != "microbatch_size"}
+    )
+    assert by_ledger.stages[0].grid.shard == "gradients"
     with pytest.raises(InfeasibleError):
         pipefit.plan(task, cluster, shard="optimizer", **question)
 

@@ -199,8 +199,7 @@ def command(
     built = built_with(profile, settings) if _is_model(profile) else ""
 
     def describe() -> list[Block]:
-        by_ledger = engine == "torch" and not any(stage.grid.divides_gradients for stage in made.stages)
-        more = describe_engine(made, simulate(made, engine="torch")) if by_ledger else ()
+        more = describe_engine(made, simulate(made, engine="torch")) if engine == "torch" else ()
         return [*told(describe_plan(made), built), *more]
 
     deliver(made, output=output, as_json=as_json, describe=describe)

@@ -5,7 +5,7 @@ their backward, and sent tensors. Planners know the own runtime's bytes, and the
 fastest plan exceeds a budget there, a bisection finds how much memory must be reserved for a plan that does not.
 
 Replicas that divide gradients or parameters may need less there than in the own runtime, which assigns whole layers:
-FSDP2 divides every layer. If the own runtime has no such plan, plans for devices with more memory are run dry.
+FSDP2 divides every layer. If the own runtime has no such plan, plans for devices with more memory are tried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     """Return a plan of `make` that fits on torch's engine.
 
     Peaks are those of the simulator's ledger; a plan that fits by the ledger is verified by `dry`, if given.
-    If no plan fits, replicas divide their optimizer state, then with `dry` also gradients, then parameters.
+    If no plan fits, replicas divide their optimizer state, then also gradients, then parameters.
 
     Raises:
         UsageError: torch's engine cannot run any such plan.
@@ -56,9 +56,7 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
     except InfeasibleError:
         if asked.shard is not None or asked.data == 1:
             raise
-        shards: tuple[Sharding, ...] = (
-            ("optimizer",) if dry is None else ("optimizer", "gradients", "parameters")
-        )
+        shards: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
         for shard in shards:
             with suppress(InfeasibleError, UsageError):  # no replicas of these sizes, for example
                 return _fitting(cluster, options_for_torch(replace(asked, shard=shard)), make, dry)
@@ -71,7 +69,7 @@ def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None
     try:
         first = trials.plan(0)
     except InfeasibleError:
-        if dry is None or asked.shard not in ("gradients", "parameters"):
+        if asked.shard not in ("gradients", "parameters"):
             raise
         divided = next(filter(trials.fits, trials.with_more_memory()), None)
         if divided is None:
@@ -149,8 +147,8 @@ class _Trials:
 
     def fits(self, plan: Plan) -> bool:
         """Return whether all devices keep their budgets; a plan that does by the ledger is run dry."""
-        peaks = self._peaks(plan)
-        if self._dry is not None and not _lacking(self._cluster, peaks) and not _divides(plan):
+        peaks = _peaks(plan)
+        if self._dry is not None and not _lacking(self._cluster, peaks):
             peaks = self._dry(plan)
         if lacking := _lacking(self._cluster, peaks):
             self.short = _shortage(plan, peaks, lacking)
@@ -158,23 +156,12 @@ class _Trials:
 
     def additional_bytes(self, plan: Plan) -> int:
         """Return the most bytes that a device holds at its peak beyond pipefit's own runtime."""
-        own, peaks = Simulation(plan).peak_bytes, self._peaks(plan)
+        own, peaks = Simulation(plan).peak_bytes, _peaks(plan)
         return max(there - here for here, there in zip(own, peaks, strict=True))
 
-    def _peaks(self, plan: Plan) -> Sequence[int]:
-        """Return the peaks by the ledger; by a dry run if it does not know them.
 
-        Raises:
-            UsageError: they need a dry run, and a profile has none.
-        """
-        if self._dry is not None and _divides(plan):
-            return self._dry(plan)
-        return Simulation(plan, engine="torch").peak_bytes
-
-
-def _divides(plan: Plan) -> bool:
-    """Return whether replicas divide gradients or parameters, whose memory the ledger does not know."""
-    return any(stage.grid.divides_gradients for stage in plan.stages)
+def _peaks(plan: Plan) -> Sequence[int]:
+    return Simulation(plan, engine="torch").peak_bytes
 
 
 def _runs(plan: Plan) -> bool:
@@ -202,7 +189,7 @@ def _shortage(plan: Plan, peaks: Sequence[int], lacking: Sequence[int]) -> str:
 
 
 _OWNERS = (
-    "Planned for devices with more memory, and run dry with this: pipefit's own runtime, whose replicas own whole "
+    "Planned for devices with more memory: pipefit's own runtime, whose replicas own whole "
     "layers, needs more than torch's engine, whose replicas divide each layer"
 )
 

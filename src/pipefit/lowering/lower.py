@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 
 from pipefit.errors import UsageError
 from pipefit.lowering.asynchronous import (
@@ -32,12 +33,11 @@ from pipefit.lowering.passes.communication import communicated
 from pipefit.lowering.passes.offload import Bundles, bundles_of, copied
 from pipefit.lowering.passes.recomputation import recomputed
 from pipefit.lowering.passes.state_offload import brought_in, states_copied
-from pipefit.lowering.passes.torch_engine import check_for_torch, exchanged
+from pipefit.lowering.passes.torch_engine import as_whole, check_for_torch, exchanged, fully_sharded
 from pipefit.lowering.passes.updates import check_changed_weights, updated
 from pipefit.lowering.schedules import Compute, Endless, Order, Schedule, computes
-from pipefit.lowering.schedules.gpipe import gpipe, torchgpipe
-from pipefit.lowering.schedules.one_f_one_b import eager_1f1b, one_f_one_b
 from pipefit.lowering.schedules.pipedream import pipedream, two_buffered
+from pipefit.lowering.schedules.synchronous import eager_1f1b, gpipe, one_f_one_b, torchgpipe
 from pipefit.schema.actions import Action, Actions, Kind
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program, UncheckedProgram, joined
@@ -208,16 +208,12 @@ def lower_for_torch(plan: Plan) -> Program:
     """Lower a plan to the program of a step on `torch.distributed.pipelining`.
 
     Raises:
-        UsageError: torch's engine cannot run the plan, or its memory is unknown without a dry run; or as `lower`.
+        UsageError: torch's engine cannot run the plan; or as `lower`.
     """
     check_for_torch(plan)
-    if any(stage.grid.divides_gradients for stage in plan.stages):
-        raise UsageError(
-            "only a dry run knows the memory of replicas that divide gradients or parameters on torch's engine: use "
-            "pipefit certify --engine torch"
-        )
-    count = plan.training.microbatches
-    return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), exchange=exchanged))
+    count, whole = plan.training.microbatches, as_whole(plan)
+    ranks, finish = range(len(plan.ranks)), partial(fully_sharded, plan=plan)
+    return _program(plan, count, *_synchronous(whole, count, ranks, exchange=exchanged, finish=finish))
 
 
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:
@@ -283,10 +279,12 @@ def _synchronous(
     update: bool = True,
     devices: Container[int] | None = None,
     exchange: Exchange = communicated,
+    finish: Callable[[list[Action]], list[Action]] = list,
 ) -> tuple[_OfDevices, Bundles]:
     """Return the actions of these ranks' devices in a step of a synchronous schedule.
 
-    Arguments are those of `lower` and `rank_programs`; `exchange` inserts loads and messages.
+    Arguments are those of `lower` and `rank_programs`; `exchange` inserts loads and messages, and
+    `finish` completes a device's step.
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
@@ -300,7 +298,7 @@ def _synchronous(
     def actions(rank: int, slices: Slices) -> list[Action]:
         step = copied(list(exchange(orders[rank], plan, slices)), plan, bundles)
         step = gathered(summed(step, plan, update=update), plan)
-        return states_copied(list(slices.together([*step, *ends[rank]])), plan, bundles)
+        return states_copied(list(slices.together(finish([*step, *ends[rank]]))), plan, bundles)
 
     return _of_devices(plan, ranks, actions, _last_one(microbatches, last), devices), bundles
 

@@ -32,6 +32,7 @@ from pipefit.memory.cuda_allocator import (
     with_enough,
 )
 from pipefit.memory.forward_backward import Working
+from pipefit.memory.fully_sharded import Gathering
 from pipefit.memory.microbatch import Flights
 from pipefit.memory.model_state import Gathered, LayerState, ReplicaShare, StageRest, owners, share_of
 from pipefit.memory.stage import Costs, StageCost, WholeStage, most_receive_buffers, receive_buffers
@@ -74,6 +75,7 @@ __all__ = [
     "Excerpt",
     "Flights",
     "Gathered",
+    "Gathering",
     "Home",
     "HomeState",
     "LayerState",

@@ -16,6 +16,7 @@ from pipefit.memory.storages import (
     Effect,
     Holders,
     LayerStorages,
+    Moments,
     MovedStorage,
     Piece,
     Residency,
@@ -30,11 +31,13 @@ class Working:
     """A copy of a residency that an action changes.
 
     `level` and `peak` are the bytes now and at the highest moment so far, relative to the start of the
-    action; `workspace` is the part of the peak that a kernel holds.
+    action; `workspace` is the part of the peak that a kernel holds. `gathers` are changes of gathered parameters
+    by boundary, and `gathered` is their sum so far.
     """
 
-    def __init__(self, storages: StageStorages, residency: Residency) -> None:
+    def __init__(self, storages: StageStorages, residency: Residency, gathers: Moments = ()) -> None:
         self.storages, self.holders = storages, Holders(storages)
+        self._gathers, self.gathered = dict(gathers), 0
         self.held, self.away = residency.held.mapping(), dict(residency.away)
         self._residency = residency
         self._touched = dict[int, int]()  # instances with their holders before the action
@@ -82,6 +85,13 @@ class Working:
         """
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
+
+    def gather(self, boundary: int, above: int = 0) -> None:
+        """Gather and free parameters at a boundary, at which `above` more bytes are allocated."""
+        for change in self._gathers.pop(boundary, ()):
+            self.level += change
+            self.gathered += change
+            self.reach(above)
 
     def after(self, **fields: object) -> Residency:
         """Return the next residency, with these fields changed."""
@@ -142,6 +152,7 @@ class Working:
             gradients=gradients,
             activations=after.categories[0] - before[0],
             boundary=after.categories[1] - before[1] + boundary,
+            parameters=self.gathered,
         )
 
 
@@ -223,6 +234,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     shift = len(storages.sizes) if way.again else 0
     values = inputs
     for position in range(way.first, way.end):
+        working.gather(position)
         layer, given = storages.layers[position], _with_targets(storages, position, values)
         stops = way.again and position == way.end - 1 and storages.stops_before(position)
         if stops:
@@ -245,6 +257,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         if is_loss:
             working.drop_all(holders.target)
         values = outputs
+    working.gather(way.end)
     return values
 
 
@@ -291,9 +304,10 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
         layer = storages.layers[position]
         cost, mine, added = layer.cost, holders.saved(position), _added(storages, position)
         left, spans = _left_waiting(storages, position, bears)
-        above = storages.gradients(position + 1) - entry + born + added + left
+        above = storages.gradients(position + 1) - entry + born
         above += _waiting(storages, position + 1, bears) - waited
-        above += storages.copied_gradient_bytes
+        working.gather(position + 1, above)
+        above += added + left + storages.copied_gradient_bytes
         if position == storages.count - 1:
             above += storages.buffered_gradient_bytes
         for span in spans:

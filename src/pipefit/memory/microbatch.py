@@ -23,6 +23,7 @@ from pipefit.memory.forward_backward import (
 from pipefit.memory.storages import (
     Done,
     Effect,
+    Moments,
     MovedStorage,
     Piece,
     Residency,
@@ -63,10 +64,11 @@ class Transition:
         moved: Sequence[Subject],
         is_first: bool | frozenset[int],
         sent: Sent,
+        gathers: Moments,
     ) -> None:
         self.storages, self.residency, self.action = storages, residency, action
         self.moved, self.is_first, self.sent = moved, is_first, sent
-        self.working = Working(storages, residency)
+        self.working = Working(storages, residency, gathers)
         self.holders = self.working.holders
 
     def bears(self, position: int) -> bool:
@@ -262,6 +264,7 @@ class Flights:
         moved: Sequence[Subject] = (),
         *,
         is_first: bool | frozenset[int] = False,
+        gathers: Moments = (),
     ) -> Answer:
         """Return the residency after `action`, and the action's effect on the device's memory.
 
@@ -272,6 +275,7 @@ class Flights:
             is_first: for a backward, whether it is the step's first for its layers and so allocates their
                 gradients; or, if
             replicas divide gradients, the layers whose gradients it allocates.
+            gathers: changes of gathered parameters during the action.
 
         Raises:
             UsageError: the action uses missing memory; says what is missing.
@@ -279,11 +283,11 @@ class Flights:
         what = (
             moved or action.subject
         )  # not the bundle's number, which means other tensors in another program
-        key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first
+        key = action.kind, action.layers, what, action.place, action.part, action.wait, is_first, *gathers
         answer = residency.known.get(key)
         if answer is None:
             result, changed = _answer(
-                Transition(self.storages, residency, action, moved, is_first, self.sent)
+                Transition(self.storages, residency, action, moved, is_first, self.sent, gathers)
             )
             answer = residency.known[key] = self._interned(result), changed
         return answer

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
+from pipefit.memory.fully_sharded import Division, ShardedStage, divided
 from pipefit.memory.microbatch import Flights
-from pipefit.memory.model_state import ReplicaShare, StageRest, owners, share_among
+from pipefit.memory.model_state import LayerState, ReplicaShare, StageRest, owners, share_among
 from pipefit.memory.storages import Effect, Sent, StageStorages
 from pipefit.schema.actions import Action, Kind, Subject
 from pipefit.schema.devices import DeviceKind, Host
@@ -23,7 +24,8 @@ class StageCost:
     """The costs of a stage whose microbatches are `flights`; computed figures are cached.
 
     `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device;
-    `share` is the device's ZeRO share.
+    `share` is the device's ZeRO share. On torch's engine, replicas may have divided the stage by FSDP2: then `part`
+    has the storages of the device's part.
     """
 
     def __init__(
@@ -33,11 +35,14 @@ class StageCost:
         kind: DeviceKind,
         microbatches: int,
         share: ReplicaShare | None,
+        part: tuple[StageStorages, Division] | None = None,
     ) -> None:
         self.flights, self.storages, self.share = flights, flights.storages, share
         self.start, self.stop = self.storages.start, self.storages.stop
         self._times = times
-        self.rest = StageRest(self.storages, microbatches, share=share)
+        self.rest = StageRest(self.storages if part is None else part[0], microbatches, share=share)
+        self.sharded = None if part is None else ShardedStage(self.storages, *part)
+        self._parts = 1 if part is None else part[1].replicas
         self.layers = frozenset(range(self.start, self.stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
         self._collected: dict[Kind, list[int]] = {}
@@ -68,7 +73,9 @@ class StageCost:
         if kind is Kind.STEP:
             own = self.share.owns if self.share is not None else self.layers.__contains__
             return sum(
-                time.update for layer, time in enumerate(times[: end - first], start=first) if own(layer)
+                time.update / self._parts
+                for layer, time in enumerate(times[: end - first], start=first)
+                if own(layer)
             )
         return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
 
@@ -107,6 +114,8 @@ class StageCost:
 
         Returns None if each replica gets the whole result.
         """
+        if self.sharded is not None and not isinstance(action.subject, Subject):
+            return [self.collective_bytes(action) // replicas] * replicas
         if self.share is None or isinstance(action.subject, Subject):
             return None
         result, first = [0] * replicas, 0 if action.layers is None else action.layers[0] - self.start
@@ -125,6 +134,9 @@ class StageCost:
 
     def _bytes_in(self, kind: Kind, layer: int) -> int:
         """Return the bytes of a layer in collectives of a kind."""
+        if self.sharded is not None:
+            what: LayerState = "gradients" if kind is Kind.REDUCE else "parameters"
+            return self.rest.whole_bytes_of(what, layer, layer + 1) * self._parts
         if kind is Kind.REDUCE:
             return self.rest.whole_bytes_of("gradients", layer, layer + 1) - self._summed_bytes[layer]
         return self.rest.gathered_bytes(layer) if kind is Kind.UNSHARD else 0
@@ -182,22 +194,28 @@ class Costs:
         group: Group | None = None,
         sequences: bool = False,
         sent: Sent = Sent(),  # noqa: B008 - it is frozen
+        division: Division | None = None,
     ) -> StageCost:
         """Return the costs of layers `start` to `stop - 1` on a device of `kind`.
 
         The device computes a local batch of every microbatch, as one of `data` replicas, and has a ZeRO
         `share`. If tensor-parallel ranks divide the layers, with `sequences` also along positions, the device
-        is one of a `group`.
+        is one of a `group`. On torch's engine, replicas may have divided the stage: `division` is the device's part.
         """
         degree = self._size // data, 1 if group is None else group.members, sequences
         flight = start, stop, degree, sent
-        key = *flight, kind.key, share, group
+        key = *flight, kind.key, share, group, division
         if key not in self._stages:
             if flight not in self._flights:
                 self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
             times = self._seconds(kind, degree, group)
             self._stages[key] = StageCost(
-                self._flights[flight], times, kind, self._training.microbatches, share
+                self._flights[flight],
+                times,
+                kind,
+                self._training.microbatches,
+                share,
+                None if division is None else (self._storages_of(start, stop, degree, division), division),
             )
         return self._stages[key]
 
@@ -206,24 +224,31 @@ class Costs:
         place, grid = plan.stages[stage], plan.stages[stage].grid
         replica, shard = divmod(devices.index(device), grid.tensor)
         ranks = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
+        by_torch, frees = self._buffered and grid.divides_gradients, grid.shard == "parameters"
+        pads = plan.profile.assumptions.target == "cpu"
         return self.stage(
             place.start,
             place.stop,
             plan.cluster.devices[device].kind,
             data=grid.data,
-            share=self._share(place, grid.devices[replica * grid.tensor + shard]),
+            share=None if by_torch else self._share(place, grid.devices[replica * grid.tensor + shard]),
             group=Group.of(plan.cluster, ranks) if grid.tensor > 1 else None,
             sequences=grid.sequences,
             sent=Sent.of(plan, stage, shard),
+            division=Division(grid.data, replica, frees, pads) if by_torch else None,
         )
 
-    def _storages_of(self, start: int, stop: int, degree: Way) -> StageStorages:
-        """Return the storages of layers `start` to `stop - 1` in one measurement."""
-        key = start, stop, degree
+    def _storages_of(
+        self, start: int, stop: int, degree: Way, division: Division | None = None
+    ) -> StageStorages:
+        """Return the storages of layers `start` to `stop - 1` in one measurement, or of a replica's part of them."""
+        key = start, stop, degree, division
         if key not in self._storages:
-            rooms = self._training.versions == "everything"
+            rooms, measurement = self._training.versions == "everything", self._measurements[degree]
+            if division is not None:
+                measurement = divided(measurement, division)
             self._storages[key] = StageStorages(
-                self._measurements[degree], start, stop, rooms=rooms, buffered=self._buffered
+                measurement, start, stop, rooms=rooms, buffered=self._buffered
             )
         return self._storages[key]
 

@@ -96,6 +96,9 @@ def effect(
     return Effect(peak_bytes, sum(after), peak, after)
 
 
+Moments = tuple[tuple[int, tuple[int, ...]], ...]  # changes in bytes during a pass, in order, by boundary
+
+
 def freeing_versions(before: Effect, nbytes: int) -> Effect:
     """Return the effect of an action that finally also frees `nbytes` of weight versions."""
     gradients, optimizer, activations, versions, boundary, parameters = before.after

@@ -16,6 +16,7 @@ from pipefit.memory import (
     BytesAway,
     Effect,
     Gathered,
+    Gathering,
     Residency,
     StageCost,
     StageRest,
@@ -120,6 +121,7 @@ class Ledger:
         )
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
         self._gathered = {number: Gathered(stage.share, stage.storages) for number, stage in stages.items()}
+        self._gathering = {n: Gathering(s.sharded) for n, s in stages.items() if s.sharded is not None}
         self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
         self.placed: list[
@@ -207,7 +209,7 @@ class Ledger:
 
     def gathered(self, stage: int) -> frozenset[int]:
         """Return the layers of a stage whose divided parameters are gathered, or in transit."""
-        return self._gathered[stage].layers
+        return self._gathering.get(stage, self._gathered[stage]).layers
 
     @property
     def state(self) -> object:
@@ -233,7 +235,8 @@ class Ledger:
 
     def _lacking(self) -> set[int]:
         """Return the stages that lack state which a forward or a backward may need."""
-        return {n for n, states in self._states.items() if not states.complete or self._gathered[n]}
+        away = {n for n, states in self._states.items() if not states.complete or self._gathered[n]}
+        return away.union(self._gathering)
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
         """Return the effect of an action."""
@@ -272,7 +275,11 @@ class Ledger:
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
             is_first = action.kind is Kind.BACKWARD and self._bears_gradients(action, stage)
-            self._flights[key], effect = stage.flights.apply(residency, action, moved, is_first=is_first)
+            gathering = self._gathering.get(action.stage) if action.kind in _OF_VERSIONS else None
+            gathers = () if gathering is None else gathering.passing(action)
+            self._flights[key], effect = stage.flights.apply(
+                residency, action, moved, is_first=is_first, gathers=gathers
+            )
         except UsageError as error:
             self._refuse(str(error))
         if self._versions and action.kind in _OF_VERSIONS:
@@ -391,6 +398,8 @@ class Ledger:
                 states.conditions.check_here(action, (self._stages[number].start, self._stages[number].stop))
         except UsageError as error:
             self._refuse(str(error))
+        if action.stage in self._gathering and action.kind is Kind.REDUCE and action.subject is None:
+            return None if action.wait else self._gathering[action.stage].reduce()
         if not (action.wait and action.kind is Kind.REDUCE and stage.divides_gradients):
             return None
         others = [layer for layer in layers if not stage.keeps_gradients(layer)]
@@ -400,6 +409,8 @@ class Ledger:
 
     def _gather(self, action: Action, stage: StageCost) -> Effect | None:
         """Return the effect of an all-gather of parameters, or of freeing those of other owners."""
+        if action.stage in self._gathering:  # of a microbatch: its pass allocates them, layer by layer
+            return None if action.microbatch is not None else self._gathering[action.stage].at_once(action)
         try:
             first, end = action.layers or (stage.start, stage.stop)
             self._states[action.stage].conditions.check_here(action, (first, end))

@@ -339,17 +339,10 @@ def _check_parts(task: Task, plan: Plan, layers: Sequence[ChainLayer]) -> None:
             + _INSTEAD
         )
     for layer in layers:
-        parameters = dict(layer.named_parameters)
-        for name, parameter in parameters.items():
-            if not parameter.ndim or not parameter.is_contiguous():
-                have = f"strides {parameter.stride()}" if parameter.ndim else "no dimension"
+        for name, parameter in layer.named_parameters:
+            if not parameter.is_contiguous():
+                have = f"strides {parameter.stride()}"
                 raise UsageError(f"replicas cannot divide parameter {name}, which has {have}: {_INSTEAD}")
-        dtypes = {str(p.dtype) for p in parameters.values() if p.requires_grad}
-        if len(dtypes) > 1:
-            raise UsageError(
-                f"replicas cannot divide layer {layer.name}, whose parameters are {' and '.join(sorted(dtypes))}: "
-                + _INSTEAD
-            )
     rows = {
         name: TensorShard(name=name, dim=0, ranges=(), global_shape=())
         for layer in layers

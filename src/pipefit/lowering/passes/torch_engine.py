@@ -15,16 +15,18 @@ until all forwards have ended, and in orders that run as actions until B[m] has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipefit.errors import UsageError
 from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
 from pipefit.lowering.schedules import Order
 from pipefit.memory import receives_ahead
-from pipefit.schema.actions import FORWARDS, Action, Kind
+from pipefit.schema.actions import COMPUTE, FORWARDS, Action, Kind
 from pipefit.schema.decisions import SavedTensors, What
 from pipefit.schema.devices import MemberKind
+from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 
 
@@ -50,11 +52,10 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if len({(grid.data, grid.tensor) for grid in grids}) > 1:
         yield "needs the same numbers of replicas and of tensor shards in every stage"
     for number, stage in enumerate(plan.stages):
-        layers = range(stage.start, stage.stop) if stage.grid.divides_gradients else ()
         costs = plan.measured(number).costs
-        for layer in (n for n in layers if costs[n].mutates_inputs and costs[n].parameter_bytes):
-            name = plan.profile.layers[layer]
-            yield f"cannot divide {stage.grid.shard} of layer {name}, which changes its inputs in place"
+        for layer in range(stage.start, stage.stop) if stage.grid.divides_gradients else ():
+            what = f"{stage.grid.shard} of layer {plan.profile.layers[layer]}"
+            yield from (f"cannot divide {what}, which {reason}" for reason in _undivided(costs[layer]))
     for stages in plan.summed.values():
         if len({plan.stages[stage].devices for stage in stages}) < len(stages):
             names = " and ".join(map(str, stages))
@@ -66,6 +67,17 @@ def _reasons(plan: Plan) -> Iterator[str]:
             yield f"cannot carry out the decision on {decision}"
         if decision.place is not None and any(m.kind is not MemberKind.HOST for m, _ in decision.place):
             yield f"moves saved tensors to the host only, not as in {decision}"
+
+
+def _undivided(cost: LayerCost) -> Iterator[str]:
+    """Yield why FSDP2 cannot divide the parameters of a layer."""
+    if cost.mutates_inputs and cost.parameters:
+        yield "changes its inputs in place"
+    if any(not parameter.shape for parameter in cost.parameters):
+        yield "has a parameter without dimensions"
+    dtypes = {parameter.dtype for parameter in cost.parameters if parameter.trainable}
+    if len(dtypes) > 1:
+        yield f"has parameters of {' and '.join(sorted(dtypes))}"
 
 
 Pass = tuple[Kind, int, int]  # a FORWARD or BACKWARD of a stage, and the microbatch
@@ -149,3 +161,64 @@ def _dropped_by_1f1b(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
             yield Kind.FORWARD, stage, late
     elif (Kind.BACKWARD, stage, microbatch - 1) in done and microbatch - 1 != late:
         yield Kind.FORWARD, stage, microbatch - 1
+
+
+# ---- Replicas that divide gradients or parameters, by FSDP2
+#
+# A pass gathers the parameters that are not on the device, layer by layer, within itself: an UNSHARD with its
+# microbatch before it has their time. Before a stage's first pass, orders that run as actions gather the whole stage,
+# and free it again if three other stages come first: UNSHARD and RESHARD without a microbatch. Gradients are reduced
+# once, after a stage's last backward.
+
+_ACTIVE = 3  # stages of a rank that torch keeps gathered
+_PASSES = COMPUTE - {Kind.STEP}
+
+
+def as_whole(plan: Plan) -> Plan:
+    """Return the plan with stages that FSDP2 divides as if each replica had all of their state."""
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, grid=replace(stage.grid, shard="none", buckets=1))
+            if stage.grid.divides_gradients
+            else stage
+            for stage in plan.stages
+        ),
+    )
+
+
+def fully_sharded(actions: Sequence[Action], plan: Plan) -> list[Action]:
+    """Return a device's actions with the gathers and reductions of stages that FSDP2 divides."""
+    sharded = {n for n in {action.stage for action in actions} if plan.stages[n].grid.divides_gradients}
+    as_actions = not (drops_early(plan) or runs_gpipe(plan))
+    coming = [action.stage for action in actions if action.kind in _PASSES]
+    result, active, waiting, here = list[Action](), list[int](), set[int](), set[int]()
+    for action in actions:
+        stage = action.stage
+        if action.kind is Kind.REDUCE and action.subject is None and stage in sharded:
+            result += [] if action.wait else [action, action.join]
+            continue
+        if action.kind in _PASSES and as_actions:
+            following = list(dict.fromkeys(coming))[:_ACTIVE]
+            for old in [one for one in active if one not in following]:
+                active.remove(old)
+                here.discard(old)
+                result += [Action(Kind.RESHARD, old)] * (old in sharded)
+            new = [one for one in following if one not in active]
+            active += new
+            waiting |= sharded.intersection(new)
+            result += [Action(Kind.UNSHARD, one) for one in new if one in sharded]
+            if stage in waiting:
+                waiting.remove(stage)
+                here.add(stage)
+                result.append(Action(Kind.UNSHARD, stage, wait=True))
+            coming.pop(0)
+        if action.kind in _PASSES and stage in sharded - here:
+            unshard = Action(Kind.UNSHARD, stage, action.microbatch)
+            result += [unshard, unshard.join]
+            here.add(stage)
+        result.append(action)
+        frees = plan.stages[stage].grid.shard == "parameters"
+        if action.kind in FORWARDS and frees and ends(action, plan):
+            here.discard(stage)
+    return result

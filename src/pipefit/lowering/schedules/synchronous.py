@@ -1,4 +1,6 @@
-"""GPipe: all forwards, then all backwards (Huang et al., 2019).
+"""The synchronous schedules: GPipe and 1F1B.
+
+GPipe: all forwards, then all backwards (Huang et al., 2019).
 
 Every stage holds all M microbatches in flight. Bubble: (P-1)/(M+P-1) of a step. Two orders of the backwards:
 `gpipe` runs them in the order of plain gradient accumulation, so that gradient sums equal those of plain
@@ -8,13 +10,19 @@ If a rank holds several stages, the microbatches go through them in groups as la
 rank computes one of its stages for all microbatches of a group, then its next stage. So rank 0 is ready for
 an output of the last rank when it has computed the group, and no rank waits for a receiver that is busy with
 later microbatches.
+
+Synchronous 1F1B: after a warm-up, one forward and one backward alternate (PipeDream-Flush, DAPPLE, 2021).
+
+Stage s of P holds min(M, P-s) microbatches in flight instead of GPipe's M, at the same bubble, (P-1)/(M+P-1)
+of a step. `eager_1f1b` warms up longer, to min(M, 2(P-s)-1) microbatches in flight, so that computing hides
+messages that take as long. (DAPPLE's warm-up rules, PPoPP 2021, section 4; eager 1F1B, MLSys 2023.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.lowering.schedules import Compute
+from pipefit.lowering.schedules import Compute, check_alone
 from pipefit.schema.actions import Kind
 
 
@@ -45,3 +53,32 @@ def _rounds(
         for chunk in order:
             for microbatch in numbers[first : first + ranks]:
                 yield Compute(kind, chunk * ranks + rank, microbatch)
+
+
+def one_f_one_b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+    """Generate the compute actions of one rank, in order; each rank holds P-s microbatches in flight.
+
+    Raises:
+        UsageError: a rank holds several stages, for which this order is not defined.
+    """
+    return _after_warm_up("1f1b", rank, chunks, microbatches, ranks - rank - 1)
+
+
+def eager_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+    """Generate the same order after twice the number of warm-up forwards.
+
+    Raises:
+        UsageError: a rank holds several stages, for which this order is not defined.
+    """
+    return _after_warm_up("eager-1f1b", rank, chunks, microbatches, 2 * (ranks - rank - 1))
+
+
+def _after_warm_up(name: str, rank: int, chunks: int, microbatches: int, forwards: int) -> Iterator[Compute]:
+    """Generate `forwards` forwards, then alternating forwards and backwards, then the remaining backwards."""
+    check_alone(name, chunks)
+    ahead = min(microbatches, forwards)
+    yield from (Compute(Kind.FORWARD, rank, m) for m in range(ahead))
+    for m in range(ahead, microbatches):
+        yield Compute(Kind.FORWARD, rank, m)
+        yield Compute(Kind.BACKWARD, rank, m - ahead)
+    yield from (Compute(Kind.BACKWARD, rank, m) for m in range(microbatches - ahead, microbatches))
