@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.copying import constants, held_tensors, hooks_of, named_constants, standing_in
-from pipefit.capture.storages import Orders, as_made, contiguous, orders_of, storage_key
+from pipefit.capture.storages import Orders, as_made, as_new, contiguous, orders_of, storage_key
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
 from pipefit.schema.layer_costs import Packing
@@ -289,14 +289,33 @@ class ChainLayer:
         if self.unseen:
             held = held_tensors(self.module)
             torch.autograd.graph.increment_version([held[name] for name in self.unseen])
-        values = as_made(values, self.orders)
+        given = packed(as_made(values, self.orders) if self.orders else values, self.packing)
+        if self.autocast is None:
+            return self.module(given)
         with autocasting(self.autocast, values):
-            return self.module(packed(values, self.packing))
+            return self.module(given)
 
     def __call__(self, values: Values) -> Values:
         """Return the values that the layer passes on, given the values from the layer before."""
-        result = as_values(self.outputs(values), self.name)
+        return self._passed_on(self.outputs(values))
+
+    def _passed_on(self, outputs: Any) -> Values:
+        result = as_values(outputs, self.name)
         return result if self.leaves is None else contiguous(result, self.leaves)
+
+    def caller(self) -> Callable[[Values], Values]:
+        """Return a function that does what a call of the layer does, in fewer steps if its form allows."""
+        if self.unseen or self.orders or self.autocast is not None or self.packing != "bare" or self.leaves:
+            return self
+        module, passed_on, is_last = self.module, self._passed_on, self.leaves is None
+
+        def call(values: Values) -> Values:
+            outputs = module(values[0] if len(values) == 1 else values)
+            if not isinstance(outputs, Tensor):
+                return passed_on(outputs)
+            return (outputs if is_last else as_new(outputs),)
+
+        return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +460,8 @@ def as_values(outputs: Any, where: str) -> Values:
     Raises:
         UsageError: `outputs` are empty, or something other than a tensor or a tuple or list of tensors.
     """
+    if isinstance(outputs, Tensor):
+        return (outputs,)
     if isinstance(outputs, tuple | list) and not outputs:
         raise UsageError(
             f"{where} returns an empty {type(outputs).__name__}; layers pass at least one tensor"

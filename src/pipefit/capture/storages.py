@@ -48,10 +48,10 @@ def contiguous(values: Sequence[Tensor], orders: Orders) -> tuple[Tensor, ...]:
     ordered = (
         values if not orders else tuple(v.permute(o) if o else v for v, o in zip(values, orders, strict=True))
     )
-    return tuple(map(_as_new, ordered))
+    return tuple(map(as_new, ordered))
 
 
-def _as_new(value: Tensor) -> Tensor:
+def as_new(value: Tensor) -> Tensor:
     """Return `value`, made contiguous, with the strides of a new tensor.
 
     Dimensions of size 1 may have any strides in a contiguous tensor, and kernels use them: a value of one

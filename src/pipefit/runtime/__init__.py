@@ -19,7 +19,7 @@ from pipefit.runtime.dry_run.certify import certify, divided_without_peers, rank
 from pipefit.runtime.engine.assembly import agreement_of, assemble, put_on_device, usual_layers
 from pipefit.runtime.engine.batches import cut_batch
 from pipefit.runtime.engine.execution import run_in_turn
-from pipefit.runtime.engine.forward_backward import seed_layer, seed_update
+from pipefit.runtime.engine.forward_backward import layer_seeds, seed_update
 from pipefit.runtime.engine.in_flight import (
     GraphEnds,
     apart,
@@ -114,6 +114,7 @@ __all__ = [
     "host_bytes",
     "host_seconds",
     "joins_workers",
+    "layer_seeds",
     "leave",
     "left_out",
     "lost",
@@ -130,7 +131,6 @@ __all__ = [
     "report_of",
     "rounding",
     "run_in_turn",
-    "seed_layer",
     "seed_update",
     "start_of",
     "step_part",

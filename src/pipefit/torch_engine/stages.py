@@ -24,8 +24,8 @@ from pipefit.runtime import (
     apart,
     check_elementwise,
     fed_back_copies,
+    layer_seeds,
     may_be_absent,
-    seed_layer,
     working_copies,
 )
 from pipefit.schema.decisions import Run, SavedTensors, What
@@ -46,14 +46,13 @@ class Draws:
     replica: int
     step: int = 0
 
-    def begin(self, microbatch: int, layer: int) -> None:
-        """Seed the device's generator for a layer, or for the loss."""
-        local_batch = microbatch * self.replicas + self.replica
-        seed_layer(self.device, self.seed, self.step, local_batch, layer)
+    def of(self, microbatch: int) -> Callable[[int], None]:
+        """Return the function that seeds the device's generator for a layer, or for the loss."""
+        return layer_seeds(self.device, self.seed, self.step, microbatch * self.replicas + self.replica)
 
 
 class StageModule(nn.Module):
-    """The layers of one stage: tensors of the stage before, or inputs of the model, to a tuple of tensors.
+    """The layers of one stage: tensors of the stage before, or inputs of the model, to a tensor or several.
 
     Carries out the plan's decisions: it recomputes runs of layers, and moves saved tensors to the host.
 
@@ -73,34 +72,43 @@ class StageModule(nn.Module):
         self.start, self.stop = place.start, place.stop
         self.parts = nn.ModuleList(layer.module for layer in layers)
         self.chain_layers, self._draws, self._host = tuple(layers), draws, host
+        self._calls = [
+            (number, layer.caller(), self._costs[number].mutates_inputs)
+            for number, layer in enumerate(layers, start=self.start)
+        ]
         self._runs = [
             (decision.subject, decision.microbatches)
             for decision in plan.decisions_of(stage, What.RECOMPUTE)
             if isinstance(decision.subject, Run)
         ]
-        self._moves = [
-            (decision.subject, decision.microbatches)
-            for decision in plan.decisions_of(stage, What.OFFLOAD)
-            if isinstance(decision.subject, SavedTensors)
-        ]
-        self._outputs = self._costs[self.stop - 1].outputs
-        self._is_last = stage == len(plan.stages) - 1
+        microbatches = range(plan.training.microbatches)
+        self._pieces = [tuple(self._pieces_of(microbatch)) for microbatch in microbatches]
+        self._moves: list[dict[int, set[int]]] = [{} for _ in microbatches]  # saved tensors by layer
+        for decision in plan.decisions_of(stage, What.OFFLOAD):
+            moved = decision.subject.tensors if isinstance(decision.subject, SavedTensors) else ()
+            for microbatch in (one for one in microbatches if one in decision.microbatches):
+                for number, index in moved:
+                    self._moves[microbatch].setdefault(number, set()).add(index)
+        outputs = self._costs[self.stop - 1].outputs
+        cuts = stage < len(plan.stages) - 1 and not all(value.has_gradient for value in outputs)
+        self._cut = outputs if cuts else ()
         self.microbatch = -1
 
     def begin_step(self) -> None:
         """Count microbatches from 0 again."""
         self.microbatch = -1
 
-    def forward(self, *values: Tensor) -> Values:
+    def forward(self, *values: Tensor) -> Tensor | Values:
         self.microbatch += 1
-        for start, stop, recomputes in self._pieces(self.microbatch):
+        for start, stop, recomputes in self._pieces[self.microbatch]:
             if recomputes:
                 values = self._recomputed(start, stop, values)
             else:
                 values = self._run(start, stop, self.microbatch, values)
-        return values if self._is_last else tuple(map(_cut, values, self._outputs))
+        outputs = tuple(map(_cut, values, self._cut)) if self._cut else values
+        return outputs[0] if len(outputs) == 1 else outputs  # torch's engine is faster with a single tensor
 
-    def _pieces(self, microbatch: int) -> Iterator[tuple[int, int, bool]]:
+    def _pieces_of(self, microbatch: int) -> Iterator[tuple[int, int, bool]]:
         """Yield runs of layers in order, each with whether this microbatch recomputes it."""
         layer = self.start
         for run in sorted(
@@ -114,12 +122,15 @@ class StageModule(nn.Module):
             yield layer, self.stop, False
 
     def _run(self, start: int, stop: int, microbatch: int, values: Values) -> Values:
-        for number in range(start, stop):
-            layer, cost = self.chain_layers[number - self.start], self._costs[number]
-            if cost.mutates_inputs:
+        moves, begin = self._moves[microbatch], self._draws.of(microbatch)
+        for number, layer, changes in self._calls[start - self.start : stop - self.start]:
+            if changes:
                 values = tuple(map(_alias, values)) if number == self.start else apart(values)
-            self._draws.begin(microbatch, number)
-            with self._moving(number, microbatch):
+            begin(number)
+            if number in moves:
+                with self._moving(number, moves[number]):
+                    values = layer(values)
+            else:
                 values = layer(values)
         return values
 
@@ -153,17 +164,8 @@ class StageModule(nn.Module):
             )
         return result
 
-    def _moving(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context that moves a layer's saved tensors to the host as planned."""
-        numbers = {
-            index
-            for subject, which in self._moves
-            if microbatch in which
-            for number, index in subject.tensors
-            if number == layer
-        }
-        if not numbers:
-            return nullcontext()
+    def _moving(self, layer: int, numbers: set[int]) -> AbstractContextManager[None]:
+        """Return a context that moves these saved tensors of a layer to the host."""
         module = self.chain_layers[layer - self.start].module
 
         @cache
@@ -205,12 +207,13 @@ class Loss:
         self.losses = torch.zeros(
             plan.training.microbatches, dtype=getattr(torch, measurement.loss_dtype), device=draws.device
         )
+        self._kept = self.losses.unbind()
 
-    def __call__(self, outputs: Values, targets: Values) -> Tensor:
-        microbatch = self._module.microbatch
-        self._draws.begin(microbatch, self._module.stop)
-        loss = self._loss(apart(outputs) if self._changes else outputs, targets)
-        self.losses[microbatch].copy_(loss.detach())
+    def __call__(self, outputs: Tensor | Values, targets: Values) -> Tensor:
+        microbatch, values = self._module.microbatch, outputs if isinstance(outputs, tuple) else (outputs,)
+        self._draws.of(microbatch)(self._module.stop)
+        loss = self._loss(apart(values) if self._changes else values, targets)
+        self._kept[microbatch].copy_(loss.detach())
         return loss * (self.weight * self.scale)
 
 

@@ -292,7 +292,7 @@ class Pipeline:
             DeviceTrace(
                 device=number,
                 budget_bytes=device.memory_bytes,
-                events=tuple(self._record.events) if number == self._here.number else (),
+                events=self._record.events if number == self._here.number else (),
                 memory=tuple(self._record.samples) if number == self._here.number else (),
             )
             for number, device in enumerate(self.plan.cluster.devices)
@@ -501,10 +501,18 @@ class Record:
         on_action: Callable[[], None] = lambda: None,
     ) -> None:
         self.samples: list[MemorySample] = []
-        self.events: list[Event] = []
+        self._passes: list[tuple[int, str, float, float]] = []  # step, action, start and end
         self.action, self.step = "setting up", 0
         self._meter, self._clock, self._on_action = meter, clock, on_action
         self._leaves, self._is_open = Category.TEMPORARY, False
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The forwards and backwards so far."""
+        return tuple(
+            Event(step=step, action=action, stream=Stream.COMPUTE, start_seconds=start, end_seconds=end)
+            for step, action, start, end in self._passes
+        )
 
     def begin_step(self, step: int) -> None:
         """End the step before; begin one with the copies of its batch."""
@@ -534,33 +542,24 @@ class Record:
     def follow(self, stage: PipelineStage) -> None:
         """Record the forwards and backwards of a stage."""
         forward, backward, number = stage.forward_one_chunk, stage.backward_one_chunk, stage.stage_index
+        clock, meter, passes, begin = self._clock, self._meter, self._passes, self.begin
 
         def recorded_forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            self.begin(f"{number}F{microbatch}", Category.ACTIVATIONS)
-            return self._timed(lambda: forward(microbatch, *args, **kwargs))
+            begin(f"{number}F{microbatch}", Category.ACTIVATIONS)
+            began = clock() if clock is not None else 0.0
+            result = forward(microbatch, *args, **kwargs)
+            if clock is not None:
+                passes.append((self.step, self.action, began, clock()))
+            return result
 
         def recorded_backward(microbatch: int, *args: Any, **kwargs: Any) -> None:
-            self.begin(f"{number}B{microbatch}", Category.GRADIENTS)
-            self._timed(lambda: backward(microbatch, *args, **kwargs))
-            if self._meter is not None:
-                self._meter.tag(stage.bwd_cache.get(microbatch, ()), Category.BOUNDARY)
+            begin(f"{number}B{microbatch}", Category.GRADIENTS)
+            began = clock() if clock is not None else 0.0
+            backward(microbatch, *args, **kwargs)
+            if clock is not None:
+                passes.append((self.step, self.action, began, clock()))
+            if meter is not None:
+                meter.tag(stage.bwd_cache.get(microbatch, ()), Category.BOUNDARY)
 
         stage.forward_one_chunk = recorded_forward  # type: ignore[method-assign, assignment]
         stage.backward_one_chunk = recorded_backward  # type: ignore[method-assign, assignment]
-
-    def _timed(self, run: Callable[[], Any]) -> Any:
-        """Run a forward or backward, and record its time."""
-        if self._clock is None:
-            return run()
-        began, action = self._clock(), self.action
-        result = run()
-        self.events.append(
-            Event(
-                step=self.step,
-                action=action,
-                stream=Stream.COMPUTE,
-                start_seconds=began,
-                end_seconds=self._clock(),
-            )
-        )
-        return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 
 import torch
@@ -50,22 +50,36 @@ _MASK = (1 << 64) - 1
 
 def draw_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     """Mix four numbers into a 63-bit seed (the splitmix64 finaliser, Steele et al. 2014, applied in turn)."""
-    state = 0
-    for number in (seed, step, microbatch, layer):
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
+    return _mixed(_mixed_before(seed, step, microbatch), layer) >> 1
+
+
+def _mixed(state: int, number: int) -> int:
+    state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+@lru_cache(maxsize=64)
+def _mixed_before(seed: int, step: int, microbatch: int) -> int:
+    """Mix the numbers that all layers of a microbatch share."""
+    return _mixed(_mixed(_mixed(0, seed), step), microbatch)
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
     """Seed the default generator of `device` for this layer of this microbatch of this step."""
-    number = draw_seed(seed, step, microbatch, layer)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
+    layer_seeds(device, seed, step, microbatch)(layer)
+
+
+def layer_seeds(device: torch.device, seed: int, step: int, microbatch: int) -> Callable[[int], None]:
+    """Return the function that seeds the default generator of `device` for a layer of this microbatch."""
+    is_cuda, state = device.type == "cuda", _mixed_before(seed, step, microbatch)
+    seeds = torch.cuda.default_generators[device.index or 0] if is_cuda else torch.default_generator
+
+    def begin(layer: int) -> None:
+        seeds.manual_seed(_mixed(state, layer) >> 1)
+
+    return begin
 
 
 def seed_update(device: torch.device, seed: int, step: int, microbatch: int, first: int) -> None:
