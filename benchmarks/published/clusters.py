@@ -8,7 +8,7 @@ from dataclasses import replace
 from rows import Inexpressible, Row
 
 from pipefit import Cluster, load_cluster
-from pipefit.schema.devices import Device, DeviceKind
+from pipefit.schema.devices import Device, DeviceKind, Member, MemberKind
 
 GIB = 1 << 30
 # presets of a whole node by the name of its GPU and, where there are two, its nominal memory
@@ -41,7 +41,7 @@ ALIKE = {
 }  # presets of the same chip, for the shares that kernels reach
 # bytes per second of one GPU to other nodes, by words of the interconnect
 NETWORKS = {r"8 x 200": 25e9, r"400 Gb/s RDMA a GPU": 50e9, r"RoCE 1600": 25e9,
-            r"4 x V100.*4 x 100|8 GPUs a node.*4 x 100": 6.25e9}  # fmt: skip
+            r"4 x V100.*4 x 100": 12.5e9, r"8 GPUs a node.*4 x 100": 6.25e9}  # fmt: skip
 USUAL_NETWORK = {"A100": 25e9, "V100": 3e9}  # of a GPU, where not said; 50e9 for later ones
 
 
@@ -94,14 +94,31 @@ def cluster_of(row: Row, devices: int) -> Cluster:
 
 
 def _nodes(row: Row, gpu: str, preset: str, devices: int) -> Cluster:
-    """Return whole nodes of a preset, with the network that the row names."""
+    """Return whole nodes of a preset, or of fewer GPUs if the row has some, with the network that the row names."""
     node = Cluster.preset(preset)
+    if row.gpus and row.nodes and 1 < row.gpus // row.nodes < len(node.devices) and row.nodes > 1:
+        node = _smaller(node, row.gpus // row.nodes)
     count = -(-devices // len(node.devices))
     if count == 1:
         return node
     usual = USUAL_NETWORK.get(gpu, 50e9)
     rate = next((rate for words, rate in NETWORKS.items() if re.search(words, row.interconnect)), usual)
-    return load_cluster(f"{count}x{preset}@{rate / 1e9:g}GB/s")
+    return node.machines(count, rate)
+
+
+def _smaller(node: Cluster, count: int) -> Cluster:
+    """Return a node with the first `count` GPUs, each of which has all its links to the others, as many to each."""
+    gpus = set(map(Member.device, range(count)))
+    between = [
+        link for link in node.links if all(member.kind is MemberKind.DEVICE for member in link.members)
+    ]
+    lanes = sum(link.lanes for link in between if Member.device(0) in link.members) // (count - 1)
+    links = tuple(
+        replace(link, lanes=lanes) if link in between else link
+        for link in node.links
+        if all(member in gpus or member.kind is not MemberKind.DEVICE for member in link.members)
+    )
+    return replace(node, devices=node.devices[:count], links=links)
 
 
 def with_tf32(cluster: Cluster) -> Cluster:
