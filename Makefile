@@ -76,7 +76,7 @@ cuda: $(VENV)/.installed
 	$(RUN)/python tests/emulated/build.py build/cuda
 	build/cuda/bin/python -m pytest -m gpu tests/emulated tests/fake tests/runtime
 
-# Predictions beside published measurements of real training, without a network: a quarter of an hour of a core, and
+# Predictions beside published measurements of real training, without a network: most of an hour of a core, and
 # longer for the rows of bigscience, whose pipelines have 48 to 384 GPUs.
 published: $(VENV)/.installed
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN)/python benchmarks/published --json benchmarks/results/published.json \

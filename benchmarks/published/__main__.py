@@ -6,7 +6,7 @@ Every row of `rows.csv` of the classes A and B becomes a task, a cluster and the
 columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seconds. No constant is tuned to a row.
 Rows that cannot be expressed are counted by reason. `explained` is the prediction with the bytes that a framework is
 known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds.
-Half an hour of a core, hours for bigscience's rows on more than 128 GPUs; no network.
+Most of an hour of a core, hours for bigscience's rows on more than 128 GPUs; no network.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def contradicts(setup: Setup, said: dict[str, Any]) -> bool:
 def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
     """Return the predictions of the figures that a row has."""
     figures: dict[str, Any] = {}
-    plain = len(setup.plan.workers) == len(setup.plan.stages)  # no grids, whose dry runs take minutes
+    # grids take longer to run dry, which only the allocator's figures need
+    dry = len(setup.plan.workers) == len(setup.plan.stages) or "allocated" in said or "reserved" in said
     if "fits" in said or any(what in said for what in report.MEMORY):
-        memory = predictions.memory(setup, reserved=plain)
+        memory = predictions.memory(setup, reserved=dry)
         figures["default"] = memory.default_bytes
         figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
         figures["used"] = memory.used_bytes
@@ -110,7 +111,7 @@ def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
     if "seconds" in said:
         figures["seconds"] = predictions.seconds(setup)
     if row.oom_samples:
-        figures["next"] = predictions.memory(setup_of(row, row.oom_samples), reserved=plain).fits
+        figures["next"] = predictions.memory(setup_of(row, row.oom_samples), reserved=dry).fits
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -24,6 +24,8 @@ MOST_PIECES = 8192  # devices times buckets; a simulation takes half a minute
 # A process loads all kernels before CUDA 11.7: nvidia-smi's 1644 MiB of an RTX 3090 with 158 MiB of tensors
 # (pytorch/pytorch#49877)
 EAGER_CONTEXT = 1486 << 20
+# Megatron-LM's golden values that were recorded before August 2025, when it freed its empty gradients at once
+_TEMPORARY = ("/golden_values_lts_", "/t5_mcore_tp4_pp1/golden_values_dev_dgx_a100")
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 
 
@@ -178,10 +180,29 @@ def boundary_bytes(row: Row, shape: Shape | None, micro: int, *, along: bool) ->
 
 
 def constant_bytes(row: Row, shape: Shape | None, micro: int) -> int:
-    """Return the bytes of Megatron Core's buffer for scores, which its local attention shares among layers."""
+    """Return the bytes of Megatron Core's buffers: for scores, which its local attention shares among layers, and
+    in place of gradients.
+    """
     if shape is None or not row.framework.lower().startswith("megatron-lm") or "local" not in row.attention:
         return 0
-    return 2 * micro * shape.heads * max(shape.seq, row.seq or 0) ** 2 // (row.tp or 1)
+    scores = 2 * micro * shape.heads * max(shape.seq, row.seq or 0) ** 2 // (row.tp or 1)
+    return scores + placeholder_bytes(row, shape)
+
+
+def placeholder_bytes(row: Row, shape: Shape) -> int:
+    """Return the bytes of the empty gradients that autograd gets where a fused product adds the real ones to a buffer.
+
+    Transformer Engine's `get_dummy_wgrad` keeps one for every shape of a rank's weights.
+    """
+    if "--no-gradient-accumulation-fusion" in row.remarks or any(file in row.ref for file in _TEMPORARY):
+        return 0
+    ranks, hidden = row.tp or 1, shape.hidden
+    outputs = [sum(shape.qkv), shape.ffn, shape.vocab]  # of layers whose ranks divide the outputs
+    if "+" in row.layers:  # a decoder that attends to an encoder
+        outputs += [hidden, 2 * hidden]
+    shapes = {(each // ranks, hidden) for each in outputs}
+    shapes |= {(hidden, each // ranks) for each in (shape.qkv[0], shape.ffn)}
+    return 2 * sum(rows * columns for rows, columns in shapes)
 
 
 def _refuse(row: Row) -> None:

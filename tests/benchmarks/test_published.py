@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit import Plan, Training, load_cluster, profile, simulate
+from pipefit import Plan, Training, certify, load_cluster, profile, simulate
+from pipefit.memory import AllocatorSettings
 from pipefit.models import build
+from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.trace import CATEGORIES, Category
 
@@ -39,6 +42,16 @@ def published() -> Iterator[Any]:
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
+
+
+@pytest.fixture(scope="module")
+def main(published: Any) -> Any:
+    """The benchmark's `__main__`."""
+    spec = spec_from_file_location("published_main", FOLDER / "__main__.py")
+    assert spec and spec.loader
+    found = module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +173,58 @@ def test_t5_has_the_parameters_of_its_layers(published: Any, by_id: dict[str, An
     attention, mlp, norm = 4 * hidden * (hidden + 1), hidden * (8 * hidden + 5), 2 * hidden
     expected = (vocab + 512) * hidden + 2 * mlp + 3 * attention + 7 * norm + vocab
     assert sum(each.numel() for each in model.parameters()) == expected
+
+
+def test_a_placeholder_stays_for_every_shape_of_weights(published: Any, by_id: dict[str, Any]) -> None:
+    """On one rank as many bytes as distinct weights of T5's linear layers in half precision; two ranks split each."""
+    row = by_id["megatron-ci-134"]
+    shape, bytes_of = published.encoder_decoder.task_of(row, None)[2], published.setups.placeholder_bytes
+    with torch.device("meta"):
+        style = published.models.Style(attention="scores", dropout=0.1)
+        model = published.encoder_decoder.model(replace(shape, layers=1, seq=512), style)
+    shapes = {each.weight.shape for each in model.modules() if isinstance(each, torch.nn.Linear)}
+    assert bytes_of(row, shape) == 2 * sum(shape.numel() for shape in shapes)
+    square = 2 * 768 * 768  # of queries and outputs, alike on one rank only
+    assert bytes_of(replace(row, tp=2), shape) == (bytes_of(row, shape) + square) // 2
+    assert bytes_of(replace(row, remarks="--no-gradient-accumulation-fusion"), shape) == 0
+    assert bytes_of(by_id["megatron-ci-135"], shape) == 0  # recorded before
+
+
+def test_allocated_bytes_of_ranks_are_of_blocks(published: Any, by_id: dict[str, Any], main: Any) -> None:
+    """`max_memory_allocated` counts the allocator's blocks, which only a dry run knows, and tensors do not fill."""
+    row = replace(by_id["megatron-ci-108"], layers="2", dp=2, global_batch=8)
+    setup = published.setups.setup_of(row)
+    dry = certify(setup.task, setup.plan, target="cuda", allocator=AllocatorSettings())
+    blocks = next(each.allocator for each in dry.devices if each.device == setup.rank)
+    assert main.predicted(row, setup, {"allocated": 1})["default"] == blocks.allocated_bytes
+    workspaces = 2 * (32 << 20)
+    assert blocks.allocated_bytes > blocks.requested_bytes + workspaces + 10**6
+
+
+def test_a_block_of_llama_in_litgpt_keeps_its_norms_in_float32(published: Any, by_id: dict[str, Any]) -> None:
+    """In units of tokens x hidden x 2 bytes: inputs of two norms (4), that of the adapters with its mask (1.5), their
+    outputs for queries and values (2), the joint projection (3), rotated queries and keys (2), attention's result
+    (1) and three MLP widths of 11008; and statistics.
+    """
+    row, activations = by_id["litgpt-011"], CATEGORIES.index(Category.ACTIVATIONS)
+
+    def kept(layers: int) -> int:
+        setup = published.setups.setup_of(replace(row, layers=str(layers)))
+        return max(sample.bytes[activations] for sample in simulate(setup.plan).devices[0].memory)
+
+    copies = 13.5 + 3 * 11008 / 4096
+    assert copies < (kept(3) - kept(2)) / (1304 * 4096 * 2) < copies + 0.2
+
+
+def test_nodes_have_the_gpus_of_the_row(published: Any, by_id: dict[str, Any]) -> None:
+    """Two nodes of four V100, each of which sends the 150 GB/s of its data sheet to the others of its node."""
+    cluster = published.clusters.cluster_of(by_id["bigscience-016"], 8)
+    assert [device.host for device in cluster.devices] == [0] * 4 + [1] * 4
+    for device in range(8):
+        member = Member.device(device)
+        own = [each for each in cluster.links if member in each.members and len(each.members) == 2]
+        between = [each for each in own if all(end.kind is MemberKind.DEVICE for end in each.members)]
+        assert sum(each.lanes * each.bytes_per_second for each in between) == 150e9
 
 
 def test_seconds_of_many_microbatches_follow_from_few(
