@@ -113,15 +113,15 @@ def rank_programs(
     return (_unchecked(plan, count, *_synchronous(plan, count, ranks, devices=devices), endless=False),)
 
 
-def whole_run(plan: Plan) -> Program:
-    """Return all differing steps of training as one program.
+def whole_run(plan: Plan, programs: Sequence[Program] = ()) -> Program:
+    """Return all differing steps of training as one program; `programs` are those of `step_programs`, if known.
 
     It uses all memory at other places that a run of any length uses.
 
     Raises:
         UsageError: as `lower`.
     """
-    programs = step_programs(plan)
+    programs = programs or step_programs(plan)
     return joined(programs) if is_endless(plan) else programs[0]
 
 

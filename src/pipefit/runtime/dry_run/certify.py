@@ -134,7 +134,7 @@ def _traces(
     warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=2)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
-    lending = Lending.dry(plan, whole_run(plan))
+    lending = Lending.dry(plan, whole_run(plan, programs))
     with recording("certifying"):
         like = sample(task, plan.training.microbatch_size)
     dry = Rehearsal(task, plan, programs, lending, like, steps, kernels, allocators, chains, each)
@@ -199,15 +199,17 @@ class Rehearsal:
         """Run all steps; with `fold`, only representative layers and microbatches."""
         if not fold:
             return self._whole(fake)
+        every = kin(self.plan, self.programs, self.lending.arenas)
         if is_endless(self.plan):
-            ran = self._beside_each_other(fake, partial(self._endless, fake, self._everything(fake)))
+            ran = self._beside_each_other(fake, partial(self._endless, fake, self._everything(fake)), every)
         else:
-            short, folding = self._shortened(fake), Folding.of(self.programs[0])
-            ran = self._beside_each_other(fake, partial(self._run, fake, short, folding))
+            folding = Folding.of(self.programs[0])
+            short = self._shortened(fake, folding, every)
+            ran = self._beside_each_other(fake, partial(self._run, fake, short, folding), every)
             if not ran.alike and short.repeats:
                 # Layers that seemed equal may differ; the chain is made again because its layers were trained.
                 run = partial(self._run, fake, self._everything(fake), folding)
-                ran = self._beside_each_other(fake, run)
+                ran = self._beside_each_other(fake, run, every)
         return ran if ran.alike else self._whole(fake)
 
     def trace(self, ran: Rehearsed, number: int) -> Trace:
@@ -224,11 +226,13 @@ class Rehearsal:
             source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps
         )
 
-    def _beside_each_other(self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed]) -> Rehearsed:
+    def _beside_each_other(
+        self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed], every: Sequence[Kin]
+    ) -> Rehearsed:
         """Apply `run` to all kin; without `each`, to those that are predicted to be the fullest, and to the others if
         these fit.
         """
-        every, plan = self._kin, self.plan
+        plan = self.plan
         if self.each or not self.allocators or plan.prediction is None or len(every) <= _FIRST:
             return self._in_parallel(fake, run, every)
         peaks, budgets = plan.prediction.peak_bytes, plan.cluster.budgets
@@ -301,17 +305,12 @@ class Rehearsal:
             own.unfold(of_device, turns(self.plan, of_device))
         return self._told(fake, samples, company, lives)
 
-    def _shortened(self, fake: FakeTarget) -> Shortened:
+    def _shortened(self, fake: FakeTarget, folding: Folding, every: Sequence[Kin]) -> Shortened:
         """Return the plan without layers that others stand for."""
-        (program,) = self.programs
-        few = shortened(program, Folding.of(program).first)
-        unlike = unlike_layers(self.plan, self._kin)
+        few = shortened(self.programs[0], folding.first)
+        unlike = unlike_layers(self.plan, every)
         short = Shortened.of(self.task, self.plan, few, self._unrun(fake, self._samples), unlike)
         return replace(short, chain=chain_again(short.chain, fake))
-
-    @property
-    def _kin(self) -> list[Kin]:
-        return kin(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
         """Return a chain of the model for `samples`, with separate tensors.

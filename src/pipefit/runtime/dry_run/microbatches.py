@@ -59,15 +59,14 @@ def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int
     born: set[object] = set()
     bearers = set()
     for actions in program.actions:
-        for action in actions:
-            if action.microbatch is None:
+        for kind, stage, microbatch, layers, *others in actions:
+            if microbatch is None:
                 continue
-            bears = action.kind is Kind.BACKWARD and (action.stage, action.layers) not in born
+            bears = kind is Kind.BACKWARD and (stage, layers) not in born
             if bears:
-                born.add((action.stage, action.layers))
-                bearers.add(action.microbatch)
-            step = action._replace(microbatch=None), bears
-            paths.setdefault((action.stage, action.microbatch), []).append(step)
+                born.add((stage, layers))
+                bearers.add(microbatch)
+            paths.setdefault((stage, microbatch), []).append((kind, layers, *others, bears))
     return {key: tuple(path) for key, path in paths.items()}, frozenset(bearers)
 
 
