@@ -62,6 +62,14 @@ def test_a_filled_split_fits_if_recomputing_everything_does(seed: int) -> None:
         if everything is not None and everything.fits:
             filled, count = filler.fill(FillingSetting(split, 0.0)), count + 1
             assert filled is not None and filled.fits and filled.seconds <= everything.seconds * (1 + 1e-9)
+            alone = [Filler(Evaluator(question)) for _ in range(2)]
+            limits = (1 + 1e-9) * filled.seconds, 0.9 * filled.seconds
+            near, far = (
+                one.fill(FillingSetting(split, 0.0), None, limit)
+                for one, limit in zip(alone, limits, strict=True)
+            )
+            assert near is not None and near.candidate == filled.candidate
+            assert far is None or not far.fits, "a plan that is slower than the limit is given up"
     assert count
 
 

@@ -100,14 +100,16 @@ class Filler:
         result._budget = Budget(result.evaluator, _WORK)
         return result
 
-    def fill(self, setting: FillingSetting, than: Evaluation | None = None) -> Evaluation | None:
+    def fill(
+        self, setting: FillingSetting, than: Evaluation | None = None, below: float = inf
+    ) -> Evaluation | None:
         """Return the best candidate of a setting; None if its decisions cannot be carried out.
 
-        A setting that is clearly slower than the plan `than`, which fits, is given up.
+        A setting that is clearly slower than the plan `than`, which fits, or than `below` seconds, is given up.
         """
         if setting not in self._filled:
-            limit = than.seconds * (1 + _SLOWER) if than is not None and than.fits else float("inf")
-            self._filled[setting] = self._fill(setting, limit)
+            fastest = min(below, than.seconds if than is not None and than.fits else inf)
+            self._filled[setting] = self._fill(setting, fastest * (1 + _SLOWER))
         return self._filled[setting]
 
     @property
@@ -129,7 +131,7 @@ class Filler:
                 break
             if limit < inf and self.fewest_seconds(split, choices) > limit:
                 break
-            result, before = self.evaluator.evaluate(Candidate(split, choices)), choices
+            result, before = self.evaluator.evaluate(Candidate(split, choices), below=limit), choices
             if result is None:
                 break
             if (

@@ -32,10 +32,13 @@ _IMPROVING = 25_000  # new actions of the local search over a plan of one stage;
 
 
 class _Filled:
-    """Plans of a question's splits on grids with the cheapest choices that free enough memory."""
+    """Plans of a question's splits on grids with the cheapest choices that free enough memory.
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
+    Plans that are clearly slower than `at_most` seconds are given up.
+    """
+
+    def __init__(self, question: Question, at_most: float = float("inf")) -> None:
+        self._question, self._at_most = question, at_most
         self._fillers: dict[tuple[int, Means], Filler] = {}
         self._best: Evaluation | None = None
 
@@ -61,9 +64,11 @@ class _Filled:
         """Return the fastest filled plan of a split that fits, by default with all techniques; None if none fits."""
         filler = self.filler(split, means or self._question.means)
         parts = _HOST_PARTS if filler.question.means.host else _HOST_PARTS[-1:]
-        every = (filler.fill(FillingSetting(split, part), self._best) for part in parts)
-        result = _fastest(*(one for one in every if one is not None and one.fits))
-        self._best = _fastest(self._best, result)
+        result: Evaluation | None = None
+        for part in parts:
+            filled = filler.fill(FillingSetting(split, part), self._best, self._at_most)
+            result = _fastest(result, filled if filled is not None and filled.fits else None)
+            self._best = _fastest(self._best, result)
         return result
 
     def improved(self, split: Split) -> Evaluation | None:
@@ -195,7 +200,8 @@ def _simulated(
     Only a few are simulated if they take much longer than `at_most` seconds.
     """
     enough = float("inf") if best is None else best.seconds * (1 - _WORTH)
-    until, plans = simulations.work + simulations.share_of(_MIXED_WORK), _Filled(simulations.question)
+    until = simulations.work + simulations.share_of(_MIXED_WORK)
+    plans = _Filled(simulations.question, min(at_most, enough))
     for result in estimated:
         ended = simulations.work + plans.work > until
         ended = ended or _is_enough(simulations, best, at_most)
