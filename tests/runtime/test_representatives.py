@@ -126,7 +126,7 @@ def test_the_allocator_is_asked_once_for_each_kind(shard: Any) -> None:
     with (
         forking(),
         mock.patch("os.sched_getaffinity", return_value={0, 1}),
-        mock.patch.object(Rehearsal, "_beside_each_other", lambda dry, fake, run: run(dry._kin)),
+        mock.patch.object(Rehearsal, "_beside_each_other", lambda dry, fake, run, every: run(every)),
         mock.patch.object(dry_run, "beside", wraps=beside) as forked,
     ):
         assert certify(wide(), plan, allocator=AllocatorSettings()) == trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from pipefit.schema.plan import Plan
 from support.known_profiles import profile
 from support.small_tasks import plan_of, task_of
 from support.torch_engine_cases import divided_case, engine_case
+
+ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
 def some_layers() -> pipefit.Task:
@@ -125,7 +128,7 @@ def uneven_layers() -> pipefit.Task:
         first = nn.Linear(16, 15), nn.Tanh(), nn.Linear(15, 33), nn.ReLU()
         return [*first, nn.LayerNorm(33), nn.Linear(33, 9), nn.Tanh(), nn.Linear(9, 5)]
 
-    return task_of(layers, inputs=16, outputs=5, optimizer=partial(torch.optim.Adam, lr=0.1))
+    return task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
 
 
 def divided_plan(
@@ -176,6 +179,67 @@ def test_divided_state_to_the_byte(
     task = uneven_layers()
     plan = divided_plan(task, split, shard, schedule=schedule, microbatches=microbatches, **options)
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+def frozen(*shape: int, weight_only: bool = False) -> nn.Linear:
+    """Return a linear layer without gradients of its parameters, or of its weight."""
+    layer = nn.Linear(*shape)
+    layer.weight.requires_grad_(False)
+    layer.bias.requires_grad_(weight_only)
+    return layer
+
+
+class Unused(nn.Linear):
+    """A linear layer with a parameter of two numbers that no forward uses."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.unused = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("between", "split", "microbatches"),
+    [
+        (lambda: [frozen(300, 301), nn.Tanh(), frozen(301, 300)], (2, 3, 2), 4),
+        (lambda: [frozen(300, 301, weight_only=True), nn.Tanh(), nn.Linear(301, 300)], (3, 4), 3),
+        (lambda: [nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300)], (2, 2, 3), 4),
+    ],
+)
+def test_frozen_parameters_with_divided_state(
+    shard: Sharding, between: Callable[[], list[nn.Module]], split: tuple[int, ...], microbatches: int
+) -> None:
+    """The memory of a forward, which has the highest peak here, is that of FSDP2 to the byte."""
+
+    def layers() -> list[nn.Module]:
+        return [frozen(16, 300), nn.Tanh(), *between(), nn.Tanh(), nn.Linear(300, 5)]
+
+    task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
+    plan = divided_plan(task, split, shard, microbatches=microbatches)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+def test_recomputation_that_no_backward_needs() -> None:
+    """Frozen layers before all others are not recomputed, so FSDP2 does not gather them again."""
+
+    def layers() -> list[nn.Module]:
+        return [frozen(16, 64), frozen(64, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 5)]
+
+    task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
+    plan = divided_plan(task, (3, 3), "parameters", microbatches=3, recompute="always")
+    assert all(dry <= ledger <= 1.03 * dry for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+def test_state_of_parameters_without_gradients() -> None:
+    """Optimizer state is divided although a parameter has none."""
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(16, 64), Unused(64), nn.Tanh(), Unused(64), nn.Linear(64, 5)]
+
+    task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
+    plan = divided_plan(task, (4, 1), "gradients", microbatches=2, data=4)
+    assert all(dry <= ledger <= dry + 1024 for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
 @pytest.mark.parametrize("recompute", ["always", "stages"])

@@ -323,6 +323,34 @@ class Scaled(nn.Linear):
         return super().forward(values.tanh_() if self.in_place else values * self.scale)
 
 
+class Double(nn.Linear):
+    """A linear layer that computes in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, dtype=torch.float64)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values.double()).float()
+
+
+def test_shared_parameters_of_several_dtypes_cannot_be_divided() -> None:
+    """FSDP2 gathers all layers of a stage that share parameters together, so these have one dtype."""
+
+    def layers() -> list[nn.Module]:
+        result = [nn.Linear(8, 8), Double(), nn.Linear(8, 8), Double(), nn.Linear(8, 4)]
+        result[2].weight, result[3].weight = result[0].weight, result[1].weight
+        return [*result]
+
+    task = task_of(layers)
+    plan = plan_of(task, (5,), profiled=profile(task, microbatch_size=(2, 1)))
+    plan = replace(plan, cluster=pipefit.load_cluster("emulated:2x1GiB"))
+    grid = Grid(devices=(0, 1), data=2, shard="parameters")
+    plan = replace(plan, stages=(replace(plan.stages[0], grid=grid),))
+    said = "layers of stage 0 that share parameters, which have parameters of float32 and float64"
+    with pytest.raises(UsageError, match=said):
+        pipefit.simulate(plan, engine="torch")
+
+
 @pytest.mark.parametrize(
     ("layer", "optimizer", "said"),
     [

@@ -2,8 +2,8 @@
 
 FSDP2 divides each parameter by rows, padded to equal parts (`divided`). Layers are gathered one by one; layers that
 share parameters are gathered together, with the stage, which is the root. A gather allocates the output of the
-all-gather and then the parameters, as large as the output. In a forward, the output stays until the next gather or the
-end of the stage; in a backward, the gather of the layer before is already allocated:
+all-gather and then the parameters, as large as the output. In a forward, the output stays until the next gather has
+ended, or the stage; in a backward, the gather of the layer before is already allocated:
 
     F    gather 0, layer 0, free 0, gather 1, layer 1, free 1
     B    gather 1, start gathering 0, layer 1, gather 0, layer 0
@@ -14,7 +14,7 @@ Gradients are whole until then, and are reduced layer by layer (`Gathering.reduc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from typing import NamedTuple
@@ -103,8 +103,12 @@ def _own(parameter: Parameter, division: Division) -> int:
 
 
 def _tensors_and_numbers(nbytes: int, whole: int) -> tuple[int, int]:
-    """Return how many tensors like its parameters a layer's optimizer state has, and the bytes of single numbers."""
-    return divmod(nbytes, whole) if whole else (0, 0)
+    """Return how many tensors like its parameters a layer's optimizer state has, and the bytes of single numbers.
+
+    Parameters without gradients have no state, so the tensors may be smaller than the parameters.
+    """
+    tensors = round(nbytes / whole) if whole else 0
+    return tensors, max(0, nbytes - tensors * whole)
 
 
 def _state(nbytes: int, whole: int, own: int) -> int:
@@ -236,7 +240,7 @@ class Gathering:
 
     def passing(self, action: Action) -> Moments:
         """Carry out a forward, recomputation or backward; return its gathers by boundary of the stage."""
-        storages, count = self._stage.storages, len(self._stage.group_of)
+        storages = self._stage.storages
         start, stop = action.layers or (storages.start, storages.stop)
         first, end = start - storages.start, stop - storages.start
         moments: dict[int, list[int]] = {boundary: [] for boundary in range(first, end + 1)}
@@ -245,22 +249,26 @@ class Gathering:
                 moments[boundary] += self._reach(boundary)
             if not first:
                 self._reached.clear()
-        else:
-            if action.kind is Kind.RECOMPUTE:
-                moments[first] += self._reach(end)
-            elif not first:
-                moments[0] += self._gather(0, keeps=True)
-            for position in range(first, end):
-                group = self._stage.group_of[position]
-                if group is not None:
-                    moments[position] += self._gather(group, keeps=True)
-                if action.kind in FORWARDS:
-                    moments[position + 1] += self._passed(group)
-                else:  # a layer that runs alone is the root of its forward
-                    moments[position + 1] += self._drop_output()
-            if end == count and action.kind in FORWARDS:
-                moments[end] += [*self._passed(0), *self._drop_output()]
+        elif action.kind in FORWARDS or self._stage.is_reached(end):  # a gradient arrives at a recomputation
+            self._forward(action, first, end, moments)
         return tuple((boundary, tuple(changes)) for boundary, changes in moments.items() if changes)
+
+    def _forward(self, action: Action, first: int, end: int, moments: Mapping[int, list[int]]) -> None:
+        """Add the changes of a forward or recomputation to those of each boundary in `moments`."""
+        if action.kind is Kind.RECOMPUTE:
+            moments[first] += self._reach(end)
+        elif not first:
+            moments[0] += self._gather(0, keeps=True)
+        for position in range(first, end):
+            group = self._stage.group_of[position]
+            if group is not None:
+                moments[position] += self._gather(group, keeps=True)
+            if action.kind in FORWARDS:
+                moments[position + 1] += self._passed(group)
+            else:  # a layer that runs alone is the root of its forward
+                moments[position + 1] += self._drop_output()
+        if end == len(self._stage.group_of) and action.kind in FORWARDS:
+            moments[end] += [*self._passed(0), *self._drop_output()]
 
     def _gather(self, group: int, *, keeps: bool) -> Iterator[int]:
         """Yield the changes of a gather; with `keeps`, the output of the all-gather stays."""
@@ -269,13 +277,13 @@ class Gathering:
             return
         if group not in self._coming:
             yield nbytes
-        if keeps:
-            yield from self._drop_output()
-            self._output = group
         self._coming.discard(group)
         self._here.add(group)
         yield nbytes
-        if not keeps:
+        if keeps:
+            yield from self._drop_output()
+            self._output = group
+        else:
             yield -nbytes
 
     def _drop_output(self) -> Iterator[int]:

@@ -15,7 +15,7 @@ until all forwards have ended, and in orders that run as actions until B[m] has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipefit.errors import UsageError
@@ -52,10 +52,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if len({(grid.data, grid.tensor) for grid in grids}) > 1:
         yield "needs the same numbers of replicas and of tensor shards in every stage"
     for number, stage in enumerate(plan.stages):
-        costs = plan.measured(number).costs
-        for layer in range(stage.start, stage.stop) if stage.grid.divides_gradients else ():
-            what = f"{stage.grid.shard} of layer {plan.profile.layers[layer]}"
-            yield from (f"cannot divide {what}, which {reason}" for reason in _undivided(costs[layer]))
+        yield from _undivided(plan, number) if stage.grid.divides_gradients else ()
     for stages in plan.summed.values():
         if len({plan.stages[stage].devices for stage in stages}) < len(stages):
             names = " and ".join(map(str, stages))
@@ -69,15 +66,33 @@ def _reasons(plan: Plan) -> Iterator[str]:
             yield f"moves saved tensors to the host only, not as in {decision}"
 
 
-def _undivided(cost: LayerCost) -> Iterator[str]:
+def _undivided(plan: Plan, number: int) -> Iterator[str]:
+    """Yield which parameters of a stage FSDP2 cannot divide, and why."""
+    stage, measured = plan.stages[number], plan.measured(number)
+    within = range(stage.start, stage.stop)
+    for layer in within:
+        for reason in _undivided_alone(measured.costs[layer]):
+            yield f"cannot divide {stage.grid.shard} of layer {plan.profile.layers[layer]}, which {reason}"
+    sharing = [[user for user in one.users if user in within] for one in measured.shared]
+    together = {user for users in sharing if len(users) > 1 for user in users}  # FSDP2 gathers them together
+    if len(dtypes := _trained_dtypes(measured.costs[layer] for layer in together)) > 1:
+        which = f"of the layers of stage {number} that share parameters"
+        yield f"cannot divide {stage.grid.shard} {which}, which have parameters of {' and '.join(dtypes)}"
+
+
+def _undivided_alone(cost: LayerCost) -> Iterator[str]:
     """Yield why FSDP2 cannot divide the parameters of a layer."""
     if cost.mutates_inputs and cost.parameters:
         yield "changes its inputs in place"
     if any(not parameter.shape for parameter in cost.parameters):
         yield "has a parameter without dimensions"
-    dtypes = {parameter.dtype for parameter in cost.parameters if parameter.trainable}
-    if len(dtypes) > 1:
-        yield f"has parameters of {' and '.join(sorted(dtypes))}"
+    if len(dtypes := _trained_dtypes([cost])) > 1:
+        yield f"has parameters of {' and '.join(dtypes)}"
+
+
+def _trained_dtypes(costs: Iterable[LayerCost]) -> list[str]:
+    """Return the dtypes of the layers' parameters that are trained."""
+    return sorted({one.dtype for cost in costs for one in cost.parameters if one.trainable})
 
 
 Pass = tuple[Kind, int, int]  # a FORWARD or BACKWARD of a stage, and the microbatch
