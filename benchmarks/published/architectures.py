@@ -60,7 +60,10 @@ def style_of(row: Row) -> Style:
         raise Inexpressible("the architecture is not among those built here")
     if "tied" in row.model_notes and "untied" not in row.model_notes:
         style = replace(style, tied=True)
-    if framework.startswith(("lit-gpt", "litgpt")):
+    if framework.startswith("lit-gpt"):  # October 2023: norms in the dtype of the input
+        norm = "rms-plain" if style.norm == "rms-cast" else style.norm
+        return replace(style, norm=norm, values="view", loss="pieces")
+    if framework.startswith("litgpt"):
         return replace(style, values="view", loss="pieces")
     if framework == "nanotron":  # Triton RMSNorm, flash attention
         mlp = "gated-fused" if row.compile == "yes" else "gated"

@@ -36,17 +36,18 @@ class Adapters:
 class Style:
     """What an architecture and its framework do.
 
-    `norm`: `layer` (torch's), `rms` (one kernel that saves its input) or `rms-cast` (plain operations on a float32
-    copy). `mlp`: `gelu`, or gated: `gated` (plain operations) and `gated-fused` (one kernel that saves its inputs).
-    `rotary` is the share of a head that is rotated; 0 for learned positions. `values`: whether values stay a view of
-    the joint projection; `joint` (nanotron) rotates queries in place in a copy of the projection, and keys and values
-    in another. `attention`: `flash` (by scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on
-    scores, and norms after attention and MLP. `normed`: a norm after the embedding. `draws`: whether dropout draws its
-    mask, or stands for the time of ranks that draw their part alone, where pipefit's ranks draw the whole. `loss`:
-    `float32` (a copy of the logits), `half`, or `pieces`.
+    `norm`: `layer` (torch's), `rms` (one kernel that saves its input), `rms-cast` (plain operations on a float32
+    copy) or `rms-plain` (plain operations in the dtype of the input). `mlp`: `gelu`, or gated: `gated` (plain
+    operations) and `gated-fused` (one kernel that saves its inputs). `rotary` is the share of a head that is rotated;
+    0 for learned positions. `values`: whether values stay a view of the joint projection; `joint` (nanotron) rotates
+    queries in place in a copy of the projection, and keys and values in another. `attention`: `flash` (by
+    scaled_dot_product_attention) or `scores`. `capped`: Gemma 2's soft caps on scores, and norms after attention
+    and MLP. `normed`: a norm after the embedding. `draws`: whether dropout draws its mask, or stands for the
+    time of ranks that draw their part alone, where pipefit's ranks draw the whole. `loss`: `float32` (a copy of the
+    logits), `half`, or `pieces`.
     """
 
-    norm: Literal["layer", "rms", "rms-cast"] = "layer"
+    norm: Literal["layer", "rms", "rms-cast", "rms-plain"] = "layer"
     mlp: Literal["gelu", "gated", "gated-fused"] = "gelu"
     bias: bool = True
     rotary: float = 0.0
@@ -102,12 +103,26 @@ class CastRMSNorm(nn.Module):
         return (scaled * self.weight.float()).to(dtype=dtype)
 
 
+class PlainRMSNorm(nn.Module):
+    """RMSNorm of plain operations in the dtype of its input."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (..., size) to the same shape."""
+        scaled = hidden * torch.rsqrt(torch.mean(hidden * hidden, dim=-1, keepdim=True) + 1e-5)
+        return self.weight * scaled
+
+
 def norm_of(style: Style, size: int) -> nn.Module:
     """Return the norm of a style."""
     kinds: dict[str, Callable[[int], nn.Module]] = {
         "layer": nn.LayerNorm if style.bias else partial(nn.LayerNorm, bias=False),
         "rms": nn.RMSNorm,
         "rms-cast": CastRMSNorm,
+        "rms-plain": PlainRMSNorm,
     }
     return kinds[style.norm](size)
 

@@ -33,9 +33,8 @@ row. Three figures of a kind of GPU in the presets follow from one half of the r
 other: the shares of the peak that products and fused attention reach, and the elements a second of elementwise
 kernels, for A100, H100 and its kin, RTX 3090 and 4090. For GPUs without the last one, the share of the float32 rate
 that depthwise convolutions reach was chosen with both halves in view. Where a source leaves a variant of its model
-open (a loss or an MLP, fused or not), the variant was chosen with its rows in view; in three rows of LitGPT the norm is
-not even that of the named commit, but the one that fits. The errors of the other half were in view too while the facts
-behind its estimates were found, so that half is not an untouched check.
+open (a loss or an MLP, fused or not), the variant was chosen with its rows in view. The errors of the other half were
+in view too while the facts behind its estimates were found, so that half is not an untouched check.
 
 A row is of class A (eager torch, or nearly), B (fused kernels or `torch.compile`), C (context or expert
 parallelism, Transformer Engine, FP8, 4-bit weights) or D (too little is said). Only A and B are
@@ -70,16 +69,17 @@ so that a plan does not change the numbers: Megatron's ranks draw only their par
 
 LEARNED = """## What each source taught
 
-- **LitGPT.** Within 1.5 %, once the model's output is taken as its launcher returns it: Lightning Fabric converts
-  logits to float32, which is 2.5 times the logits in half precision, invisible in the model's code. The table of
-  October 2023 names a commit whose RMSNorm computes in half precision. Its three recipes for Llama 2 7 B (LoRA,
-  Adapter, Adapter v2) need 3 to 6 % more than parameters, state, logits and the tensors that the source's own code
-  saves; with norms in float32, which its code had three days before the table appeared, they are within 0.5 %. So
-  they are in float32 here. But the figure of LoRA was in a table of 5 October already, before that code. Three rows of
-  full fine-tuning with AdamW (Llama 3.2 1 B and 3 B, Phi-3) show less memory than the 8 bytes a parameter of
-  weights, gradients and two moments, and Phi-3's 30 GB of them exceed the 24 GB of the card: AdamW's state cannot
-  have been in them. These figures are not compared. The row of `gemma2-2b/lora.yaml` is of Gemma 2, as the
-  configuration says, though the table calls it `gemma-2b`; the code of its day capped no logits in pieces.
+- **LitGPT.** Within 1.5 % but for one row (Llama 2 7 B, -2.9 %), once the model's output is taken as its launcher
+  returns it: Lightning Fabric converts logits to float32, which is 2.5 times the logits in half precision,
+  invisible in the model's code. The table of October 2023 names a commit whose RMSNorm computes in half precision.
+  Its three recipes for Llama 2 7 B (LoRA, Adapter, Adapter v2) need 3 to 6 % more than parameters, state, logits
+  and the tensors that the source's own code saves. With norms in float32, which its code had three days before the
+  table appeared, they would be within 0.5 %; but the figure of LoRA was in a table of 5 October already, before
+  that code. Three rows of full fine-tuning with AdamW (Llama 3.2 1 B and 3 B, Phi-3) show less memory than the 8
+  bytes a parameter of weights, gradients and two moments, and Phi-3's 30 GB of them exceed the 24 GB of the card:
+  AdamW's state cannot have been in them. These figures are not compared. The row of `gemma2-2b/lora.yaml` is of
+  Gemma 2, as the configuration says, though the table calls it `gemma-2b`; the code of its day capped no logits in
+  pieces.
 - **nanotron.** Its public code explains what used to be missing. Queries are rotated in place and stay a view of
   a copy of all queries, keys and values, and keys and values are copied once more; so attention keeps five widths
   instead of three. Tokens are the first dimension, so a batch of more than one sample is copied before the output
@@ -101,12 +101,12 @@ LEARNED = """## What each source taught
 - **DeepSpeed.** Used memory was 12 to 44 % too low. With its flat buffers and held logits it is within 8 % in the
   median. Rows of one stage and several replicas are still 18 to 34 % too low, and nothing in the public code
   explains it; with eight stages of one GPU each, fragmentation and flat buffers count twice. Small microbatches
-  were slower than estimated, until sums of gradients and rounds of tiles on a GPU's multiprocessors counted. Its V100
-  nodes have four GPUs; two links join each pair. A step over two
-  tensor-parallel ranks takes 34 % longer than estimated, and its used memory is half as much again; it is in eight
-  of the ten pairs in the wrong order. Its script puts both ranks into one node, in which the source measured
-  all-reduces of 124 GB/s, so neither its links nor its configuration explain it. Rows of bigscience on more than
-  128 GPUs take minutes each and are left out of this page.
+  were slower than estimated, until sums of gradients and rounds of tiles on a GPU's multiprocessors counted. Its
+  V100 nodes have four GPUs; two links join each pair. A step over two tensor-parallel ranks takes 34 % longer than
+  estimated, and its used memory is half as much again; it is in eight of the ten pairs in the wrong order. Its
+  script puts both ranks into one node, in which the source measured all-reduces of 124 GB/s, so neither its links
+  nor its configuration explain it. Rows of bigscience on more than 128 GPUs take minutes each and are left out of
+  this page.
 - **torchtune.** Its loss in chunks converts no logits in memory, since every chunk is compiled; the row with it
   was 25 % too high.
 - **Collectives over several hosts.** They were up to eight times too slow: one ring left every host by one

@@ -201,21 +201,6 @@ def test_allocated_bytes_of_ranks_are_of_blocks(published: Any, by_id: dict[str,
     assert blocks.allocated_bytes > blocks.requested_bytes + workspaces + 10**6
 
 
-def test_a_block_of_llama_in_litgpt_keeps_its_norms_in_float32(published: Any, by_id: dict[str, Any]) -> None:
-    """In units of tokens x hidden x 2 bytes: inputs of two norms (4), that of the adapters with its mask (1.5), their
-    outputs for queries and values (2), the joint projection (3), rotated queries and keys (2), attention's result
-    (1) and three MLP widths of 11008; and statistics.
-    """
-    row, activations = by_id["litgpt-011"], CATEGORIES.index(Category.ACTIVATIONS)
-
-    def kept(layers: int) -> int:
-        setup = published.setups.setup_of(replace(row, layers=str(layers)))
-        return max(sample.bytes[activations] for sample in simulate(setup.plan).devices[0].memory)
-
-    copies = 13.5 + 3 * 11008 / 4096
-    assert copies < (kept(3) - kept(2)) / (1304 * 4096 * 2) < copies + 0.2
-
-
 def test_nodes_have_the_gpus_of_the_row(published: Any, by_id: dict[str, Any]) -> None:
     """Two nodes of four V100, each of which sends the 150 GB/s of its data sheet to the others of its node."""
     cluster = published.clusters.cluster_of(by_id["bigscience-016"], 8)
