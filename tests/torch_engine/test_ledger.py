@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory import StageStorages, receive_buffers, receives_ahead
 from pipefit.schema.cluster import Cluster
+from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
@@ -119,6 +121,28 @@ def buffered_gradients(plan: Plan, device: int) -> int:
 
 
 # ---- Replicas that divide gradients or parameters
+
+
+def test_tensors_at_the_host_free_the_device() -> None:
+    """A plan that offloads two saved tensors of the first stage holds less there, by the engine's own code."""
+    plan = plan_of(task := some_layers(), (3, 3), schedule="gpipe", microbatches=4)
+    moves = Decision(
+        stage=0,
+        subject=SavedTensors(tensors=tuple(own_tensors(plan, range(1, 3)))),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+    )
+    moving = replace(plan, decisions=(moves,))
+    kept, less = (pipefit.certify_pipeline(task, one).peak_bytes[0] for one in (plan, moving))
+    assert less < kept
+
+
+def own_tensors(plan: Plan, layers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the layers and indices of saved tensors that layers make themselves or get from another layer."""
+    for layer in layers:
+        for tensor in plan.measurement.costs[layer].saved:
+            if tensor.origin.kind in ("own", "input") and not tensor.hidden:
+                yield layer, tensor.index
 
 
 def uneven_layers() -> pipefit.Task:
