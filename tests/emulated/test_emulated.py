@@ -33,7 +33,7 @@ print(early, here.sum().item())
 MOVED = """
 import torch
 from pipefit.schema.devices import Member
-from pipefit.runtime.offload.copying import Part
+from pipefit.runtime.offload.copying import SlotPart
 from pipefit.runtime.offload.cuda import OnStreams
 from pipefit.runtime.offload.lending import _pinned, pinned_slots
 from pipefit.memory.arenas import Arena
@@ -43,11 +43,11 @@ if not JOINED:
 (slot,) = pinned_slots(Arena(Member.host(0), 0, 1, NBYTES), _pinned)
 copies, tensor = OnStreams.of(torch.device("cuda", 0)), torch.arange(NBYTES, device="cuda").to(torch.uint8)
 wanted, storage = tensor.clone(), tensor.untyped_storage()
-copies.join(copies.start([Part(storage, 0, slot, 0, NBYTES)], outward=True, seconds=0.0))
+copies.join(copies.start([SlotPart(storage, 0, slot, 0, NBYTES)], outward=True, seconds=0.0))
 storage.resize_(0)
 spoils = [torch.zeros(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]
 storage.resize_(NBYTES)
-copies.join(copies.start([Part(storage, 0, slot, 0, NBYTES)], outward=False, seconds=0.0))
+copies.join(copies.start([SlotPart(storage, 0, slot, 0, NBYTES)], outward=False, seconds=0.0))
 print(torch.equal(tensor, wanted))
 """
 
