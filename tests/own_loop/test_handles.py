@@ -13,6 +13,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from pipefit import load, save
+from pipefit import load, save, text
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.own_loop import LoopDecision, LoopPlan, apply
 from pipefit.own_loop.offloading import HostPool, HostTensors
@@ -276,6 +277,20 @@ def test_a_forward_that_changes_something_is_not_repeated(change: Callable[[Any]
     own = module[0]
     assert [own.draws.bit_generator.state, own.random.getstate(), own.count, own.own.n] == before
     assert own.tensor[0].item() == 0
+
+
+def test_a_reason_is_printed_once_for_all_its_submodules() -> None:
+    """Text of a plan has one sentence for each reason, with the names of all its submodules."""
+    module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)) for _ in range(3)), mlp()
+    )
+    plan = apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square).plan
+    reason = "its input is changed in place before its backward"
+    assert plan.refused == (("0.1", reason), ("1.1", reason), ("2.1", reason))
+    said = f"0.1, 1.1 and 2.1 are not recomputed, each for this reason: {reason}."
+    assert " ".join(text(plan).split()).endswith(said)
+    alone = " ".join(text(replace(plan, refused=plan.refused[:1])).split())
+    assert alone.endswith(f"0.1 is not recomputed: {reason}.")
 
 
 class Scaled(nn.Module):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from scipy.optimize import OptimizeResult, milp
 from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import InfeasibleError
-from pipefit.own_loop import Handle, apply
+from pipefit.own_loop import Handle, apply, choice
 from support.gallery_samples import sampled
 from support.own_loop_models import MODELS, Model
 from support.own_loop_oracle import Trained, train
@@ -82,3 +85,26 @@ def test_the_least_peak_is_not_above_checkpointed_blocks() -> None:
     assert handle is not None
     assert max(planned.peaks) <= max(by_hand.peaks)
     assert planned.losses == by_hand.losses
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_search_that_ends_early_makes_no_needless_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision of a poor solution that the time limit leaves is needed: without it, the budget is not kept."""
+
+    def dearest(costs: Any, **options: Any) -> OptimizeResult:
+        return OptimizeResult(milp(-costs, **options), status=1)
+
+    model = BY_NAME["language"]
+    plain, _ = trained(model, None)
+    budget = int(max(plain.peaks) * 0.7)
+    monkeypatch.setattr(choice, "milp", dearest)
+    _, handle = trained(model, budget)
+    assert handle is not None
+    decisions = handle.plan.decisions
+    assert decisions
+    for left_out in decisions:
+        fewer = replace(handle.plan, decisions=tuple(one for one in decisions if one != left_out))
+        torch.manual_seed(0)
+        module = model.build()
+        apply(module, plan=fewer)
+        assert max(train(model, module, model.optimizer(module.parameters())).peaks) > budget

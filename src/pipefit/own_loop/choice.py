@@ -291,10 +291,18 @@ class Choices:
             limit = budget_bytes if budget_bytes is not None else programme.least
             assert chosen is not None
             if not programme.add(self._violated(chosen, limit)):
-                return chosen
+                return self._needed(chosen, limit) if programme.stopped else chosen
             chosen = programme.solve()
             if chosen is None:
                 return None
+        return chosen
+
+    def _needed(self, chosen: frozenset[Variable], limit: int) -> frozenset[Variable]:
+        """Drop decisions that the limit does not need, the most expensive first."""
+        for variable in sorted(chosen, key=lambda one: (self.seconds[one], one), reverse=True):
+            fewer = chosen - {variable}
+            if next(self._violated(fewer, limit), None) is None:
+                chosen = fewer
         return chosen
 
     def _violated(self, chosen: frozenset[Variable], limit: int) -> Iterator[tuple[int, MemoryBound]]:
@@ -365,6 +373,7 @@ class _Programme:
     def __init__(self, choices: Choices, budget_bytes: int | None) -> None:
         self._budget = budget_bytes
         self.least = 0  # of the peak, by the last solution
+        self.stopped = False  # whether the time limit ended the last search
         self._columns: dict[object, int] = {v: number for number, v in enumerate(choices.variables)}
         self._binary = len(self._columns)
         self._variables = choices.variables
@@ -452,6 +461,7 @@ class _Programme:
             bounds=Bounds(np.zeros(count), upper),
             options={"time_limit": _SEARCH_SECONDS, "mip_rel_gap": 1e-6, "presolve": False},
         )
+        self.stopped = result.status == 1
         if result.x is None:
             return None
         if self._budget is None:

@@ -488,7 +488,15 @@ def describe_loop_plan(plan: LoopPlan) -> list[Block]:
             for d in plan.decisions
         )
         blocks.append(Table(("submodule", "technique", "frees", "costs a step"), rows))
-    notes = [f"{name} is not recomputed: {why}." for name, why in plan.refused]
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, why in plan.refused:
+        by_reason[why].append(name)
+    notes = [
+        f"{names[0]} is not recomputed: {why}."
+        if len(names) == 1
+        else f"{', '.join(names[:-1])} and {names[-1]} are not recomputed, each for this reason: {why}."
+        for why, names in by_reason.items()
+    ]
     if plan.gap:
         notes.append(plan.gap)
     return [*blocks, "\n".join(notes)] if notes else blocks
