@@ -123,6 +123,16 @@ def likelihood() -> str:
     return "unchecked"
 
 
+def formatted() -> str:
+    """Return the text of a fake tensor with a known number."""
+    with FakeTensorMode():
+        number = torch.tensor(0.5)
+        try:
+            return f"{number:.3f}"
+        except TypeError:
+            return "refused"
+
+
 def scaled() -> str:
     """Return whether a loss scaler steps its optimizer in spite of an infinite gradient."""
     parameter = nn.Parameter(torch.zeros(1))
@@ -162,6 +172,7 @@ CASES = {
     "fake CUDA": Case(lambda: patches.counting_as_cuda("cpu"), fake_is_cuda, (True, "cuda"), (False, "cpu")),
     "sizes of storages": Case(lambda: patches.resizes_seen(SEEN.append), resized, 1, 0),
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
+    "numbers in texts": Case(patches.formatted_numbers, formatted, "0.500", "refused"),
     "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),
 }

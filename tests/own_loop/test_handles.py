@@ -439,6 +439,29 @@ def test_layers_that_a_draw_may_drop_are_counted(first: nn.Module, drawn: Callab
     assert peaks[1] - peaks[0] in range(64)  # the draws
 
 
+def test_conditions_that_raise_an_error_get_the_other_answer() -> None:
+    """A loop may check that some conditions hold and others do not; its peak is that of the loop without checks."""
+    peaks = []
+    for checks in (True, False):
+        module = mlp()
+
+        def step(batch: Any, module: nn.Module = module, checks: bool = checks) -> None:
+            inputs, targets = batch
+            if checks and (not (inputs.abs() < 1e6).all() or inputs.isnan().any()):
+                raise ValueError
+            loss = mean_square(module(inputs), targets)
+            if checks and not loss.isfinite():
+                raise FloatingPointError(f"{loss:.3f}")
+            if checks and loss > 1e6:
+                raise OverflowError
+            loss.backward()
+
+        plan = apply(module, budget=10**9, batch=vectors(), step=step).plan
+        assert ("with every condition on them true" in plan.gap) == checks
+        peaks.append(plan.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_buffer_that_a_forward_replaces_is_freed() -> None:
     """The dry run holds no tensor of the module that training would have freed."""
@@ -489,16 +512,20 @@ def test_a_plan_for_a_card() -> None:
     classes(module(ids), labels).backward()
 
 
-def test_a_budget_that_cannot_be_kept_says_what_would_do() -> None:
+@pytest.mark.parametrize(
+    ("module", "batch", "loss"),
+    [(Language(layers=1), tokens, classes), (nn.Linear(32, 32), vectors, mean_square)],
+    ids=["with submodules", "without"],
+)
+def test_a_budget_that_cannot_be_kept_says_what_would_do(module: nn.Module, batch: Any, loss: Any) -> None:
     """The error names the least peak; that peak as the budget is kept."""
-    module = Language(layers=1)
     optimizer = torch.optim.AdamW(module.parameters())
-    with pytest.raises(InfeasibleError, match=r"in 10\.00 KiB does not fit: the least peak") as raised:
-        apply(module, budget="10 KiB", batch=tokens(), optimizer=optimizer, loss=classes)
+    with pytest.raises(InfeasibleError, match=r"in 1\.00 KiB does not fit: the least peak") as raised:
+        apply(module, budget="1 KiB", batch=batch(), optimizer=optimizer, loss=loss)
     least = raised.value.found["least_bytes"]
     with pytest.raises(InfeasibleError, match=r"no plan was found for the loop in .*: the least peak"):
-        apply(module, budget=least - 1, batch=tokens(), optimizer=optimizer, loss=classes)
-    handle = apply(module, budget=least, batch=tokens(), optimizer=optimizer, loss=classes)
+        apply(module, budget=least - 1, batch=batch(), optimizer=optimizer, loss=loss)
+    handle = apply(module, budget=least, batch=batch(), optimizer=optimizer, loss=loss)
     assert max(handle.plan.peak_bytes) <= least
 
 
@@ -532,6 +559,15 @@ def test_impossible_requests() -> None:
     module = mlp()
     with pytest.raises(UsageError, match="budget and a batch"):
         apply(module, budget=1)
+    for wrong, said in (
+        ({"budget": float("nan")}, "budget must be a number above 0"),
+        ({"optimizer": "adam"}, "optimizer must be an Optimizer, not 'adam': pass optimizers"),
+        ({"loss": None}, r"the module returns a tensor of shape \(512, 32\), which is no loss"),
+        ({"loss": lambda *_: 1.0}, "loss= returns a float, which is no loss"),
+        ({"loss": lambda outputs, _: outputs + missing}, r"test_handles\.py:\d+\) NameError"),  # type: ignore[name-defined] # noqa: F821
+    ):
+        with pytest.raises(UsageError, match=said):
+            apply(module, **{"budget": 10**9, "batch": vectors(), "loss": mean_square} | wrong)
     with pytest.raises(UsageError, match="does not have a submodule 'head'"):
         apply(module, plan=plan_of(head="recompute"))
     apply(module, plan=plan_of(**{"0": "recompute"}))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -537,6 +538,14 @@ def _own_line(error: BaseException) -> str:
         if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
     ]
     return lines[-1] if lines else ""
+
+
+def running_place() -> str:
+    """Return the innermost place in the user's code that is running; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
 
 
 def _innermost(error: BaseException, paths: Mapping[nn.Module, str]) -> str:

@@ -30,7 +30,7 @@ from torch.autograd.function import Function, FunctionMeta
 from torch.export import ExportedProgram
 
 from pipefit.capture.copying import copied
-from pipefit.capture.refusals import LooksAtValues, Refusal
+from pipefit.capture.refusals import LooksAtValues, Refusal, running_place
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.schema.layer_costs import Kernel
@@ -49,18 +49,20 @@ aten = torch.ops.aten
 class NumberReads:
     """Counters of a layer over all of its runs.
 
-    `count` numbers have been read, `conditions` of them may decide what runs, `most` may be read, and `assumed`
-    results have been assumed, numbers included.
+    `count` numbers have been read, `conditions` of them may decide what runs, the last one at the place `last` in
+    the user's code, `most` may be read, and `assumed` results have been assumed, numbers included.
     """
 
     count: int = 0
     conditions: int = 0
+    last: str = ""
     assumed: int = 0
     most: int = 20_000
 
 
 _reading: ContextVar[NumberReads | None] = ContextVar("numbers read by the running layer", default=None)
 _otherwise: ContextVar[bool] = ContextVar("assume the opposite", default=False)
+_contrary: ContextVar[Collection[str]] = ContextVar("places with the other answer", default=())
 _updating: ContextVar[int | None] = ContextVar("numbers read by an update", default=None)
 
 NUMBERS = (1, 2, 1_000_000)  # tried in place of each number that an optimizer's update reads
@@ -134,6 +136,11 @@ def otherwise() -> AbstractContextManager[None]:
     return _set(_otherwise, True)
 
 
+def contrary(places: Collection[str]) -> AbstractContextManager[None]:
+    """Give conditions at these places of the user's code the other answer in the body."""
+    return _set(_contrary, places)
+
+
 READINGS = [unknown(aten._local_scalar_dense.default)]
 with otherwise():
     READINGS.append(unknown(aten._local_scalar_dense.default))
@@ -145,17 +152,18 @@ def is_named(func: Any) -> bool:
 
 
 def _number(tensor: Tensor) -> bool | int | float:
-    numbers = _reading.get()
+    numbers, place = _reading.get(), running_place()
+    opposite = _otherwise.get() != (place in _contrary.get())
     if numbers is not None:
         numbers.count += 1
-        numbers.conditions += (
-            tensor.dtype is torch.bool or tensor.is_floating_point()
-        ) and _updating.get() is None
+        if (tensor.dtype is torch.bool or tensor.is_floating_point()) and _updating.get() is None:
+            numbers.conditions += 1
+            numbers.last = place
         if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors endlessly if every condition is true")
-    if tensor.is_floating_point() and _otherwise.get() and _updating.get() is None:
+    if tensor.is_floating_point() and opposite and _updating.get() is None:
         return 2.0**-24  # below every probability, so `item() < p` holds here alone
-    result = _updating.get() or (2 if _otherwise.get() else 1)
+    result = _updating.get() or (2 if opposite else 1)
     return (
         result % 2 == 1
         if tensor.dtype is torch.bool

@@ -440,6 +440,8 @@ class _Programme:
     def solve(self) -> frozenset[Variable] | None:
         """Return the best decisions; None if there are none."""
         count = len(self._columns)
+        if not count:  # nothing to decide
+            return None
         cells = [(r, c, v) for r, (entry, _) in enumerate(self._entries) for c, v in entry.items()]
         shape = len(self._entries), count
         rows, columns, values = zip(*cells, strict=True) if cells else ((), (), ())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.capture import NumberReads, explained
 from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
 from pipefit.fake_cuda.isolation import apart
 from pipefit.fake_cuda.target import FakeTarget
@@ -28,6 +29,7 @@ from pipefit.schema.fit import refusal
 from pipefit.schema.plan import LoopDecision, LoopPlan
 from pipefit.schema.presets import machine_names
 from pipefit.schema.profile import Target
+from pipefit.schema.validation import instance, number
 from pipefit.texts import counted, kind_of
 from pipefit.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from pipefit.units import format_bytes, parse_bytes
@@ -147,7 +149,9 @@ def apply(
         )
         if budget is None or loop.batch is None:
             raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
-        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else int(budget)
+        budget_bytes = (
+            parse_bytes(budget) if isinstance(budget, str) else int(number("budget", budget, below=2**63))
+        )
         plan = _agreed(loop, lambda: apart(site.target, lambda: planned(loop, budget_bytes, site)))
     optimizers = _optimizers(optimizer) if plan.state_on_host else ()
     if plan.state_on_host and not optimizers:
@@ -208,10 +212,16 @@ def _loop(
 
 
 def _optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
-    """Return the optimizers among what a caller passes; none if it is a function that makes one."""
-    if isinstance(optimizer, Optimizer):
-        return (optimizer,)
-    return tuple(optimizer) if isinstance(optimizer, (tuple, list)) else ()
+    """Return the optimizers among what a caller passes; none if it is a function that makes one.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if optimizer is None or callable(optimizer):
+        return ()
+    every = optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)
+    hint = "pass optimizers, or a function of the parameters that makes one"
+    return tuple(instance("optimizer", one, Optimizer, hint) for one in every)
 
 
 # ---- The device
@@ -285,7 +295,7 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
     for one in (loop, replace(loop, opposite=True)):
         if not result or result[0][1].has_conditions:
             try:
-                result.append((one, record(one, site.target, kernels, site.kind)))
+                result.append(_succeeding(one, site, kernels))
             except PipefitError:
                 raise
             except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
@@ -296,8 +306,25 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
             why = _BY_VALUE
         elif "support saved tensor hooks" in str(failed):
             why = _FUNCTIONAL
-        raise UsageError(f"the loop fails over fake tensors ({in_one_line(failed)}): {why}") from failed
+        raise UsageError(f"the loop fails over fake tensors: {explained(failed)}; {why}") from failed
     return result
+
+
+def _succeeding(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> tuple[Loop, LoopRecording]:
+    """Return a loop that does not raise an error, such as one about NaN, and its recording.
+
+    If it does, the last condition on values before the error gets the other answer.
+    """
+    while True:
+        numbers = NumberReads()
+        try:
+            return loop, record(loop, site.target, kernels, site.kind, numbers)
+        except PipefitError:
+            raise
+        except Exception:
+            if numbers.last in ("", *loop.contrary):
+                raise
+            loop = replace(loop, contrary=loop.contrary | {numbers.last})
 
 
 class _BudgetSearch:

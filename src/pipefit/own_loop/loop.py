@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipefit.capture import otherwise, updating
+from pipefit.capture import contrary, otherwise, updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.own_loop.known_values import KnownValues
@@ -44,7 +44,7 @@ from pipefit.torch_internals.data_parallel import (
     shards_alone,
     with_local_part,
 )
-from pipefit.torch_internals.patches import always_stepping, eager_branches
+from pipefit.torch_internals.patches import always_stepping, eager_branches, formatted_numbers
 
 # ---- Fake tensors in place of real ones
 
@@ -286,6 +286,7 @@ class Loop:
     state: tuple[Any, ...] = field(default=())
     state_on_host: bool = False  # whether optimizer state is on the host between steps
     opposite: bool = False  # whether conditions on unknown values are false in a dry run, instead of true
+    contrary: frozenset[str] = frozenset()  # places in code whose conditions get the other answer
 
     def _objects(self) -> list[Any]:
         """Return every object whose tensors are replaced in a dry run."""
@@ -356,6 +357,8 @@ class Loop:
                 counted_states(meter),
                 always_stepping(),
                 otherwise() if self.opposite else nullcontext(),
+                contrary(self.contrary),
+                formatted_numbers(),
                 _reading_updates(),
                 ExitStack() as stack,
             ):
@@ -489,11 +492,14 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
         UsageError: there is none.
     """
     if loss is not None:
-        return loss(outputs, targets)
-    result = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
-    if not isinstance(result, Tensor):
+        result = loss(outputs, targets)
+    else:
+        result = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        made = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
         raise UsageError(
-            f"the module returns {kind_of(outputs)} without a loss: pass loss=, a function of outputs and targets"
+            f"{'the module' if loss is None else 'loss='} returns {made}, which is no loss: pass loss=, a function "
+            "of outputs and targets that returns one number as a tensor"
         )
     return result
 

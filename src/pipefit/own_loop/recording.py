@@ -98,13 +98,15 @@ class LoopRecording:
         return int(self.high[:first].max()), int(self.high[first:].max())
 
 
-def record(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind) -> LoopRecording:
-    """Record the loop on a target.
+def record(
+    loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, numbers: NumberReads
+) -> LoopRecording:
+    """Record the loop on a target; count the numbers that it reads.
 
     Raises:
         UsageError: the loop cannot run over fake tensors.
     """
-    plain, away = (_run(loop, target, kernels, kind, saves=saves) for saves in (True, False))
+    plain, away = (_run(loop, target, kernels, kind, numbers, saves=saves) for saves in (True, False))
     aligned = len(plain.high) == len(away.high) and len(plain.lives) == len(away.lives)
     for number, storage in enumerate(plain.lives):
         natural = away.lives[number].died if aligned else storage.died
@@ -138,11 +140,13 @@ def _gap(kernels: Sequence[Kernel], *, draws: bool) -> str:
     return "; ".join(filter(None, (KernelMemory(kernels=others).gap or reads, _DRAWS * draws)))
 
 
-def _run(loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, *, saves: bool) -> _Recorder:
+def _run(
+    loop: Loop, target: Any, kernels: Kernels | None, kind: DeviceKind, numbers: NumberReads, *, saves: bool
+) -> _Recorder:
     fake = FakeTarget(target)
     recorder = _Recorder(kernels, fake.device, kind)
-    generators = pickle.dumps(GLOBAL_GENERATORS)
-    with reading(NumberReads()) as numbers, loop.over_fakes(fake, recorder) as run:
+    generators, numbers.count = pickle.dumps(GLOBAL_GENERATORS), 0
+    with reading(numbers), loop.over_fakes(fake, recorder) as run:
         recorder.mark_lasting()
         with (
             _watched(loop.module, recorder),

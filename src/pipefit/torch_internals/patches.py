@@ -228,6 +228,20 @@ def _step(_: object, optimizer: Optimizer, __: object, *args: Any, **kwargs: Any
     return optimizer.step(*args, **kwargs)
 
 
+# ---- Numbers in texts
+
+
+@contextmanager
+def formatted_numbers() -> Iterator[None]:
+    """Let `f"{tensor:.3f}"` in the body format the number of a fake tensor, as that of a real one."""
+    with _replaced(FakeTensor, "__format__", _formatted):
+        yield
+
+
+def _formatted(tensor: Tensor, form: str) -> str:
+    return format(str(tensor) if tensor.dim() else tensor.item(), form)
+
+
 # ---- Traces
 
 
