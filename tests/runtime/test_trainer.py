@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from torch import nn
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.models import build
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
 from pipefit.runtime.options import JsonLines, StepReport
@@ -23,7 +25,10 @@ from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
+from pipefit.simulator import Simulation
+from support.allocator_events import measured_peaks
 from support.known_profiles import profile
+from support.small_tasks import plan_of
 
 MICROBATCH = 4
 
@@ -250,6 +255,27 @@ def test_gradients_accumulate_over_batches() -> None:
         if step % 2:
             plain.update()
     assert same_state(trainer, plain, 1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_of_earlier_batches_are_predicted(schedule: str, microbatches: int) -> None:
+    """Predicted peaks equal the allocator's events; a trainer warns of a device that has a byte less."""
+    task = build("mlp", widths=(64, 64, 64, 64))
+    plan = plan_of(task, (3, ...), schedule=schedule, microbatches=microbatches)
+    peaks = Simulation(plan).accumulated_peaks()
+    assert peaks == tuple(map(max, measured_peaks(task, plan, steps=4, accumulate=2)))
+    for lack in (0, 1):
+        devices = tuple(
+            replace(device, memory_bytes=peak - lack)
+            for device, peak in zip(plan.cluster.devices, peaks, strict=True)
+        )
+        tight = replace(plan, cluster=replace(plan.cluster, devices=devices))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer(task, tight, accumulate=2, numbers=False)
+        said = [str(one.message) for one in caught if "with accumulate=2, device 0 needs" in str(one.message)]
+        assert len(said) == lack
 
 
 def test_evaluation_changes_nothing() -> None:

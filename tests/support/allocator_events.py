@@ -23,13 +23,15 @@ from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.schema.plan import Plan
 
 
-def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
+def measured_peaks(
+    task: Task, plan: Plan, *, steps: int = 2, seed: int = 0, accumulate: int = 1
+) -> list[list[int]]:
     """Return the peak allocated bytes of every used device in every step, from allocator events:
     `[rank][step]`.
     """
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
     with _observed():  # so that later frees have known sizes
-        trainer = Trainer(task, unmetered, seed=seed)
+        trainer = Trainer(task, unmetered, seed=seed, accumulate=accumulate)
     levels = [_resident(runner) for runner in trainer.runners]
     peaks: list[list[int]] = [[] for _ in trainer.runners]
     for step in range(steps):

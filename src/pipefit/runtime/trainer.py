@@ -51,6 +51,7 @@ from pipefit.runtime.checks.plan_check import (
     check_model,
     frozen_in,
     warn_elsewhere,
+    warn_of_accumulation,
 )
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.comm.transport import connected, groups_of, joins_workers
@@ -216,6 +217,8 @@ class Trainer:
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
+            if self.accumulate > 1:
+                warn_of_accumulation(plan, self.accumulate)
         program = step_programs(plan)[-1]
         worker = self.rank if self.distributed else None
         transport, self._lending = connected(hardware, program, worker, asked.timeout_seconds)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.lowering import check_slices, distinct_steps, lower_for_torch, step_programs
+from pipefit.lowering import check_slices, distinct_steps, lower, lower_for_torch, step_programs
 from pipefit.memory import (
     Arena,
     Costs,
@@ -134,6 +134,20 @@ class Simulation:
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes allocated on every device."""
         return tuple(self._peak(device) for device in self._devices)
+
+    def accumulated_peaks(self) -> tuple[int, ...]:
+        """Return the most bytes allocated on every device if gradients of several batches add up to an update.
+
+        Raises:
+            UsageError: the schedule updates in every step.
+        """
+        programs, result = (lower(self.plan, update=False), self.program) * 2, list[int]()
+        for device in self._devices:
+            ledger = Ledger(device, self._of_device(device), self.program)
+            effects = [ledger.read(program.actions[device]) for program in programs]
+            changes = ((step, *change) for step, changes in enumerate(effects) for change in changes)
+            result.append(highest(self._at_rest(device), changes))
+        return tuple(result)
 
     def trace(self) -> Trace:
         """Return the events and memory samples of every device."""

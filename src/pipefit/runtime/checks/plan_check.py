@@ -15,7 +15,9 @@ from pipefit.fake_cuda.fingerprint import fingerprint, with_loss
 from pipefit.measure import this_machine
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Assumptions, differences
+from pipefit.simulator import Simulation
 from pipefit.texts import counted
+from pipefit.units import format_bytes
 
 # ---- A profile from another processor, torch release or number of threads
 # Kernels then take other temporary memory, and another torch may save other tensors. The figures of a plan
@@ -57,6 +59,26 @@ def _differences(assumptions: Assumptions, threads: int | None) -> Iterator[str]
             f"for {counted(assumptions.threads, 'thread')}, not {here.threads} (call "
             f"torch.set_num_threads({assumptions.threads}))"
         )
+
+
+# ---- Gradients of several batches
+
+
+def warn_of_accumulation(plan: Plan, batches: int) -> None:
+    """Warn if a device lacks room for gradients that exist from the start of a batch.
+
+    Raises:
+        UsageError: the schedule updates in every step.
+    """
+    for device, nbytes in enumerate(Simulation(plan).accumulated_peaks()):
+        if (lack := nbytes - plan.cluster.devices[device].memory_bytes) > 0:
+            warnings.warn(
+                f"with accumulate={batches}, device {device} needs {format_bytes(nbytes)}, {format_bytes(lack)} more "
+                "than it has, because gradients exist from the start of every batch but the first: keep that much "
+                "free with --reserve, or plan more microbatches per step",
+                PipefitWarning,
+                stacklevel=3,
+            )
 
 
 # ---- Plan and task
