@@ -131,7 +131,7 @@ class Choices:
                 copy = away[number] / self.copy_bytes_per_second
                 hidden = min(copy, forward) + min(copy, backward) if self.overlaps else 0.0
                 result[moves] += 2 * copy - hidden + _COPY_SECONDS + fixed
-        return result
+        return {variable: cost / (len(recording.ends) - 1) for variable, cost in result.items()}
 
     @cached_property
     def _copied_bytes(self) -> dict[int, int]:

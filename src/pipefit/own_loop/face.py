@@ -20,7 +20,7 @@ from pipefit.own_loop.choice import Choices, Variable
 from pipefit.own_loop.installing import PlannedForward, check_free, install
 from pipefit.own_loop.loop import Loop
 from pipefit.own_loop.offloading import HostTensors, StateOnHost, on_host
-from pipefit.own_loop.recording import STEPS, LoopRecording, record
+from pipefit.own_loop.recording import LoopRecording, record
 from pipefit.own_loop.trainers import trainer_step
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
@@ -48,14 +48,13 @@ def peaks_of(
         planned = install(loop.module, decisions, HostTensors.dry())
         try:
             meter.begin("the first step")
-            for number in run(STEPS):
+            for number in run():
                 peaks.append(meter.end(number, 0.0).total_bytes)
                 meter.begin("a later step")
         finally:
             for forward in planned:
                 forward.remove()
-    first, steady = peaks
-    return first, steady
+    return peaks[0], max(peaks[1:])
 
 
 _MOST_TRIES = 8  # dry runs of one answer
@@ -318,7 +317,8 @@ def _succeeding(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> tuple[
     while True:
         numbers = NumberReads()
         try:
-            return loop, record(loop, site.target, kernels, site.kind, numbers)
+            recording = record(loop, site.target, kernels, site.kind, numbers)
+            return replace(loop, steps=len(recording.ends)), recording
         except PipefitError:
             raise
         except Exception:
@@ -390,13 +390,12 @@ class _BudgetSearch:
         return self._certified[chosen]
 
     def _plan_of(self, chosen: frozenset[Variable]) -> LoopPlan:
-        steady = self._recording.seconds[self._recording.ends[0] :]
         return LoopPlan(
             budget_bytes=self._budget,
             peak_bytes=self._certified[chosen],
             plain_bytes=self._recording.peaks,
             decisions=self._choices.decisions(chosen),
-            step_seconds=float(steady.sum()),
+            step_seconds=self._recording.later_seconds,
             state_on_host=self._loops[0].state_on_host,
             refused=tuple(sorted(self._choices.refused.items())),
             gap=self._recording.gap,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -284,6 +284,7 @@ class Loop:
     loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[Any], Any] | None = None
     state: tuple[Any, ...] = field(default=())
+    steps: int = 0  # of a dry run; 0 runs until steps repeat
     state_on_host: bool = False  # whether optimizer state is on the host between steps
     opposite: bool = False  # whether conditions on unknown values are false in a dry run, instead of true
     contrary: frozenset[str] = frozenset()  # places in code whose conditions get the other answer
@@ -335,8 +336,8 @@ class Loop:
         return any(isinstance(one, DistributedDataParallel) or sharding_of(one) for one in self._objects())
 
     @contextmanager
-    def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[int], Iterator[int]]]:
-        """Yield a function that runs some steps over fake tensors, and yields the number of each one at its end.
+    def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[], Iterator[int]]]:
+        """Yield a function that runs the steps over fake tensors, and yields the number of each one at its end.
 
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
@@ -359,7 +360,7 @@ class Loop:
                 otherwise() if self.opposite else nullcontext(),
                 contrary(self.contrary),
                 formatted_numbers(),
-                _reading_updates(),
+                _reading_updates() as updates,
                 ExitStack() as stack,
             ):
                 optimizers = self.optimizers
@@ -373,9 +374,11 @@ class Loop:
                 meter.tag([*resident, *gradients], Category.PARAMETERS)
                 del resident, gradients
 
-                def run(steps: int) -> Iterator[int]:
-                    batches = (self._made_batch(stand, meter) for _ in range(steps))
-                    yield from self._steps(batches) if self.step else self._plain(batches, optimizers)
+                def run() -> Iterator[int]:
+                    batches = (self._made_batch(stand, meter) for _ in range(self.steps or MOST_STEPS))
+                    steps = self._steps(batches) if self.step else self._plain(batches, optimizers)
+                    every = [*optimizers, *(one for one in objects if isinstance(one, Optimizer))]
+                    yield from steps if self.steps else _until_repeated(steps, meter, every, updates)
 
                 with meter, local_parts() if sharded else nullcontext():
                     for one in objects:
@@ -424,6 +427,20 @@ class Loop:
                 optimizer.step()
             yield number
 
+
+def _until_repeated(
+    steps: Iterator[int], meter: Any, optimizers: Sequence[Optimizer], updates: Counter[Optimizer]
+) -> Iterator[int]:
+    """Yield steps until one ends with the memory of an earlier one, after every optimizer's second step."""
+    levels: list[int] = []
+    for number in steps:
+        yield number
+        if meter.total in levels and all(updates[one] > 1 for one in optimizers):
+            return
+        levels.append(meter.total)
+
+
+MOST_STEPS = 16  # of a dry run whose steps do not repeat
 
 GENERATORS = random.Random, np.random.RandomState, np.random.Generator
 GLOBAL_GENERATORS = random.random.__self__, np.random.random.__self__  # type: ignore[attr-defined]
@@ -492,7 +509,7 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
         UsageError: there is none.
     """
     if loss is not None:
-        result = loss(outputs, targets)
+        result: Any = loss(outputs, targets)
     else:
         result = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
     if not isinstance(result, Tensor) or result.numel() != 1:
@@ -504,14 +521,23 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
     return result
 
 
+class _Updates(Counter[Optimizer]):
+    """Number of steps of every optimizer; one in a wrapper, such as that of accelerate, counts for the wrapper."""
+
+    def __missing__(self, optimizer: Optimizer) -> int:
+        inner = getattr(optimizer, "optimizer", None)
+        return self[inner] if isinstance(inner, Optimizer) else 0
+
+
 @contextmanager
-def _reading_updates() -> Iterator[None]:
-    """Count numbers that optimizers read, such as their steps, as numbers that change no memory.
+def _reading_updates() -> Iterator[Counter[Optimizer]]:
+    """Count numbers that optimizers read, such as their steps, as numbers that change no memory; yield the numbers
+    of steps.
 
     Raises:
         UsageError: an optimizer repeats forwards as it needs, as `LBFGS` does.
     """
-    stack = ExitStack()
+    stack, updates = ExitStack(), _Updates()
 
     def begin(optimizer: Optimizer, *_: Any) -> None:
         closure = signature(type(optimizer).step).parameters.get("closure")
@@ -521,12 +547,13 @@ def _reading_updates() -> Iterator[None]:
                 "use an optimizer that steps once"
             )
         stack.enter_context(updating())
+        updates[optimizer] += 1
 
     before = register_optimizer_step_pre_hook(begin)
     after = register_optimizer_step_post_hook(lambda *_: stack.pop_all().close())
     try:
         with stack:
-            yield
+            yield updates
     finally:
         before.remove()
         after.remove()

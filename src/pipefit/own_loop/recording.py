@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,15 +28,13 @@ from pipefit.capture import READINGS, NumberReads, reading
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
-from pipefit.own_loop.loop import GENERATORS, GLOBAL_GENERATORS, Loop, UsedVariable, variables_of
+from pipefit.own_loop.loop import GENERATORS, GLOBAL_GENERATORS, MOST_STEPS, Loop, UsedVariable, variables_of
 from pipefit.profiler import PassMeter, statistics_written
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
 from pipefit.texts import kind_of
 from pipefit.timing import seconds
 from pipefit.torch_internals import backward_id, pytree
-
-STEPS = 2  # the first step makes gradients and optimizer state; later ones are equal
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,6 +90,11 @@ class LoopRecording:
     has_conditions: bool  # whether unknown values decide what runs
 
     @property
+    def later_seconds(self) -> float:
+        """Seconds of a later step."""
+        return float(self.seconds[self.ends[0] :].sum()) / (len(self.ends) - 1)
+
+    @property
     def peaks(self) -> tuple[int, int]:
         """Peaks of the first step and of later ones."""
         first = self.ends[0]
@@ -106,7 +109,8 @@ def record(
     Raises:
         UsageError: the loop cannot run over fake tensors.
     """
-    plain, away = (_run(loop, target, kernels, kind, numbers, saves=saves) for saves in (True, False))
+    plain = _run(loop, target, kernels, kind, numbers, saves=True)
+    away = _run(replace(loop, steps=len(plain.ends)), target, kernels, kind, numbers, saves=False)
     aligned = len(plain.high) == len(away.high) and len(plain.lives) == len(away.lives)
     for number, storage in enumerate(plain.lives):
         natural = away.lives[number].died if aligned else storage.died
@@ -121,7 +125,7 @@ def record(
         seconds=np.array(plain.seconds),
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
-        gap=_gap((*measured, *plain.assumed), draws=plain.draws),
+        gap=_gap((*measured, *plain.assumed), draws=plain.draws, repeats=len(plain.ends) < MOST_STEPS),
         has_conditions=plain.has_conditions,
     )
 
@@ -130,14 +134,19 @@ _READS = (
     "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every condition on "
     "them true and with every one false"
 )
+_GROWS = (
+    f"no step of the first {MOST_STEPS} leaves the memory of an earlier one after every optimizer's second step: peaks "
+    "are those of these steps"
+)
 _DRAWS = "the loop draws from the generators of Python or NumPy: peaks are those of the draws of the dry run"
 
 
-def _gap(kernels: Sequence[Kernel], *, draws: bool) -> str:
+def _gap(kernels: Sequence[Kernel], *, draws: bool, repeats: bool) -> str:
     """Return what peaks assume, as a phrase; reading a number takes no memory, but conditions on it may."""
     others = tuple(kernel for kernel in kernels if kernel not in READINGS)
     reads = _READS if len(others) < len(kernels) else ""
-    return "; ".join(filter(None, (KernelMemory(kernels=others).gap or reads, _DRAWS * draws)))
+    parts = KernelMemory(kernels=others).gap or reads, _DRAWS * draws, _GROWS * (not repeats)
+    return "; ".join(filter(None, parts))
 
 
 def _run(
@@ -152,7 +161,7 @@ def _run(
             _watched(loop.module, recorder),
             saved_tensors_hooks(recorder.pack if saves else recorder.forget, recorder.unpack),
         ):
-            for _ in run(STEPS):
+            for _ in run():
                 recorder.ends.append(recorder.now)
             recorder.close()
             recorder.draws = pickle.dumps(GLOBAL_GENERATORS) != generators
