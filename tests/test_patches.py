@@ -133,6 +133,14 @@ def formatted() -> str:
             return "refused"
 
 
+def copied_with() -> str:
+    """Return whether a copy of a fake parameter has a gradient."""
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        return "data" if copy.deepcopy(parameter).grad is None else "gradient"
+
+
 def scaled() -> str:
     """Return whether a loss scaler steps its optimizer in spite of an infinite gradient."""
     parameter = nn.Parameter(torch.zeros(1))
@@ -172,6 +180,7 @@ CASES = {
     "fake CUDA": Case(lambda: patches.counting_as_cuda("cpu"), fake_is_cuda, (True, "cuda"), (False, "cpu")),
     "sizes of storages": Case(lambda: patches.resizes_seen(SEEN.append), resized, 1, 0),
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
+    "copied parameters": Case(patches.parameters_copied_alone, copied_with, "data", "gradient"),
     "numbers in texts": Case(patches.formatted_numbers, formatted, "0.500", "refused"),
     "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),

@@ -562,8 +562,8 @@ def test_impossible_requests() -> None:
     for wrong, said in (
         ({"budget": float("nan")}, "budget must be a number above 0"),
         ({"optimizer": "adam"}, "optimizer must be an Optimizer, not 'adam': pass optimizers"),
-        ({"loss": None}, r"the module returns a tensor of shape \(512, 32\), which is no loss"),
-        ({"loss": lambda *_: 1.0}, "loss= returns a float, which is no loss"),
+        ({"loss": None}, r"the module returns a tensor of shape \(512, 32\), not a loss"),
+        ({"loss": lambda *_: 1.0}, "loss= returns a float, not a loss"),
         ({"loss": lambda outputs, _: outputs + missing}, r"test_handles\.py:\d+\) NameError"),  # type: ignore[name-defined] # noqa: F821
     ):
         with pytest.raises(UsageError, match=said):
@@ -598,6 +598,18 @@ def test_impossible_requests() -> None:
             apply(unusual, budget=10**9, batch=vectors(), loss=mean_square)
     with pytest.raises(UsageError, match="0 has sparse gradients"):
         apply(nn.Sequential(nn.Embedding(2, 2, sparse=True)), budget=10**9, batch=vectors(), loss=mean_square)
+    parts = nn.Linear(32, 32)
+    parts.register_forward_pre_hook(
+        lambda part, given: torch.nested.nested_tensor([given[0][:3], given[0][:5]], layout=torch.jagged)
+    )
+    with pytest.raises(UsageError, match=r"shape of a tensor depends on values.*pad it"):
+        apply(parts, budget=10**9, batch=vectors(), loss=lambda output, _: output.values().sum())
+    squared = torch.compile(torch.square, backend="eager")
+    with pytest.raises(UsageError, match=r"calls a function compiled by torch\.compile"):
+        apply(mlp(), budget=10**9, batch=vectors(), loss=lambda outputs, _: squared(outputs).sum())
+    scripted = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.ReLU()))
+    with pytest.raises(UsageError, match="1 is scripted"):
+        apply(scripted, budget=10**9, batch=vectors(), loss=mean_square)
     compiled = mlp()
     compiled[1].compile()
     with pytest.raises(UsageError, match="1 is compiled"):

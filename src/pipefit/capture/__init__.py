@@ -110,6 +110,7 @@ from pipefit.capture.refusals import (  # noqa: E402
     refuse_module,
     refuse_without_memory,
     refusing,
+    refusing_compiled,
 )
 from pipefit.capture.sample import Sample, check_samples, in_mode, joined, pair, rows, samples_of  # noqa: E402
 from pipefit.capture.sizes import Family, Sketch  # noqa: E402
@@ -236,6 +237,7 @@ __all__ = [
     "refuse_module",
     "refuse_without_memory",
     "refusing",
+    "refusing_compiled",
     "register",
     "registered_tensors",
     "role",

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -361,6 +361,14 @@ def refusing(*, traced: bool) -> Iterator[None]:
     """
     with intercepted(_EVERYWHERE | _IN_TRACES if traced else _EVERYWHERE):
         yield
+
+
+def refusing_compiled() -> AbstractContextManager[None]:
+    """Let a call of a compiled function in the body raise a `Refusal`.
+
+    Under a mode such as a meter, the compiler would give the function up for good.
+    """
+    return intercepted({"compiled": _unless_compiled})
 
 
 def refuse_hooks(module: nn.Module) -> None:

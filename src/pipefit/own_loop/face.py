@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.capture import NumberReads, explained
+from pipefit.capture import NumberReads, Refusal, explained
 from pipefit.errors import InfeasibleError, PipefitError, UsageError, in_one_line
 from pipefit.fake_cuda.isolation import apart
 from pipefit.fake_cuda.target import FakeTarget
@@ -300,8 +300,11 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
             except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
                 failed = failed or error
     if failed is not None and not result:
+        if isinstance(failed, Refusal):
+            raise UsageError(f"the loop cannot run over fake tensors: {explained(failed)}") from failed
         why = _UNKNOWN
-        if isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException)):
+        ragged = "shape_env" in str(failed)  # lengths of a nested tensor
+        if ragged or isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException)):
             why = _BY_VALUE
         elif "support saved tensor hooks" in str(failed):
             why = _FUNCTIONAL

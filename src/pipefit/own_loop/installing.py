@@ -217,7 +217,8 @@ def install(module: nn.Module, decisions: Sequence[LoopDecision], host: HostTens
 
 
 def check_free(module: nn.Module) -> None:
-    """Check that the module has no plan, and that none of its submodules is compiled or has sparse gradients.
+    """Check that the module has no plan, and that none of its submodules is compiled, scripted or has sparse
+    gradients.
 
     Raises:
         UsageError: it has, or one is.
@@ -228,6 +229,11 @@ def check_free(module: nn.Module) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise UsageError(
                 f"{name} has sparse gradients, which no dry run counts: make it with sparse=False"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{name or 'the module'} is scripted, and torch.jit runs it out of sight: apply the plan to the "
+                "module as it was before torch.jit.script"
             )
         if getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
             raise UsageError(

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pipefit.capture import contrary, otherwise, updating
+from pipefit.capture import contrary, otherwise, refusing_compiled, updating
 from pipefit.errors import UsageError
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.own_loop.known_values import KnownValues
@@ -44,7 +44,12 @@ from pipefit.torch_internals.data_parallel import (
     shards_alone,
     with_local_part,
 )
-from pipefit.torch_internals.patches import always_stepping, eager_branches, formatted_numbers
+from pipefit.torch_internals.patches import (
+    always_stepping,
+    eager_branches,
+    formatted_numbers,
+    parameters_copied_alone,
+)
 
 # ---- Fake tensors in place of real ones
 
@@ -360,6 +365,8 @@ class Loop:
                 otherwise() if self.opposite else nullcontext(),
                 contrary(self.contrary),
                 formatted_numbers(),
+                parameters_copied_alone(),
+                refusing_compiled(),
                 _reading_updates() as updates,
                 ExitStack() as stack,
             ):
@@ -469,7 +476,22 @@ def _reached(function: Any) -> Iterator[Any]:
         yield function.__self__
         yield from _reached(function.__func__)
     else:
-        yield from (one.value for one in variables_of(function) if _has_attributes(one.value))
+        for one in variables_of(function):
+            yield from _of_containers(one.value) if isinstance(one.value, _CONTAINERS) else ()
+            if _has_attributes(one.value):
+                yield one.value
+
+
+def _of_containers(value: Any) -> Iterator[Any]:
+    """Yield the modules and optimizers in nested containers."""
+    if isinstance(value, _CONTAINERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _of_containers(item)
+    elif isinstance(value, (nn.Module, Optimizer)):
+        yield value
+
+
+_CONTAINERS = list, tuple, dict, set, deque
 
 
 def variables_of(function: Any, seen: set[int] | None = None) -> Iterator[UsedVariable]:
@@ -515,7 +537,7 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
     if not isinstance(result, Tensor) or result.numel() != 1:
         made = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
         raise UsageError(
-            f"{'the module' if loss is None else 'loss='} returns {made}, which is no loss: pass loss=, a function "
+            f"{'the module' if loss is None else 'loss='} returns {made}, not a loss: pass loss=, a function "
             "of outputs and targets that returns one number as a tensor"
         )
     return result

@@ -228,6 +228,21 @@ def _step(_: object, optimizer: Optimizer, __: object, *args: Any, **kwargs: Any
     return optimizer.step(*args, **kwargs)
 
 
+@contextmanager
+def parameters_copied_alone() -> Iterator[None]:
+    """Let `copy.deepcopy` in the body leave out gradients of fake parameters, as it does those of real ones."""
+    with _replaced(FakeTensor, "__deepcopy__", _without_gradient):
+        yield
+
+
+def _without_gradient(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-untyped-call,no-any-return]
+    if id(tensor) not in memo:
+        memo[id(tensor)] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    return memo[id(tensor)]  # type: ignore[no-any-return]
+
+
 # ---- Numbers in texts
 
 
