@@ -279,6 +279,40 @@ def test_a_forward_that_changes_something_is_not_repeated(change: Callable[[Any]
     assert own.tensor[0].item() == 0
 
 
+class Log:
+    """Keeps what a hook sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def see(self, *_: object) -> None:
+        self.seen.append(1)
+
+    __call__ = see
+
+
+@pytest.mark.parametrize("way", ["closure", "method", "partial", "object", "forward"])
+def test_what_a_part_of_a_submodule_changes_is_not_repeated(way: str) -> None:
+    """A recomputation would call hooks of the parts of a submodule again. Its own hooks run outside its forward."""
+    module, seen, log = mlp(), [], Log()
+
+    def see(*given: Any) -> Any:
+        seen.append(1)
+        return given[-1] if way == "forward" else None
+
+    hooks = {"closure": see, "method": log.see, "partial": functools.partial(log.see, 1), "object": log}
+    if way == "forward":
+        module[1][1].forward = see
+    else:
+        module[1][1].register_forward_hook(hooks[way])
+        module[2].register_forward_hook(hooks[way])
+    plan = apply(module, budget=10**9, batch=vectors(), optimizer=torch.optim.SGD, loss=mean_square).plan
+    said = "variable seen" if way in ("closure", "forward") else "the Log of a hook"
+    assert dict(plan.refused)["1"] == f"its forward sets {said}"
+    assert "2" not in dict(plan.refused)
+    assert seen == log.seen == []
+
+
 def test_a_reason_is_printed_once_for_all_its_submodules() -> None:
     """Text of a plan has one sentence for each reason, with the names of all its submodules."""
     module = nn.Sequential(

@@ -89,9 +89,9 @@ class FakeCopies:
                 raise UsageError(f"a tensor of the model {_unusual(real)}")
             if isinstance(real, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=real.requires_grad)
-                for hook in _hooks(real, "_backward_hooks"):
+                for hook in hooks_of(real, "_backward_hooks"):
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-                for hook in _hooks(real, "_post_accumulate_grad_hooks"):
+                for hook in hooks_of(real, "_post_accumulate_grad_hooks"):
                     tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             else:
                 tensor.requires_grad_(real.requires_grad and real.is_leaf)
@@ -256,7 +256,7 @@ def _copied_classes(objects: Sequence[Any], stand: FakeCopies) -> Iterator[None]
                     setattr(base, name, value)
 
 
-def _hooks(one: Any, *kinds: str) -> list[Any]:
+def hooks_of(one: Any, *kinds: str) -> list[Any]:
     """Return the hooks of a parameter or module."""
     return [hook for kind in kinds for hook in (getattr(one, kind, None) or {}).values()]
 
@@ -309,10 +309,10 @@ class Loop:
         parameters = [
             hook
             for one in self.module.parameters()
-            for hook in _hooks(one, "_backward_hooks", "_post_accumulate_grad_hooks")
+            for hook in hooks_of(one, "_backward_hooks", "_post_accumulate_grad_hooks")
         ]
         kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-        return [*parameters, *(hook for one in self.module.modules() for hook in _hooks(one, *kinds))]
+        return [*parameters, *(hook for one in self.module.modules() for hook in hooks_of(one, *kinds))]
 
     def _functions(self) -> list[Any]:
         """Return loss, step, the forward of each submodule, and hooks."""
@@ -468,13 +468,17 @@ def _has_attributes(one: Any) -> bool:
 
 
 def _reached(function: Any) -> Iterator[Any]:
-    """Yield the objects that a function uses by name, its own object and its bound arguments included."""
+    """Yield the objects that a function uses by name, and its own object and bound arguments, or the object that it
+    is.
+    """
     if isinstance(function, partial):
         yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
         yield from _reached(function.func)
     elif isinstance(function, MethodType):
         yield function.__self__
         yield from _reached(function.__func__)
+    elif _has_attributes(function):
+        yield function
     else:
         for one in variables_of(function):
             yield from _of_containers(one.value) if isinstance(one.value, _CONTAINERS) else ()

@@ -28,7 +28,15 @@ from pipefit.capture import READINGS, NumberReads, reading
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.measure import Kernels, Tracked
 from pipefit.own_loop.installing import FORWARD
-from pipefit.own_loop.loop import GENERATORS, GLOBAL_GENERATORS, MOST_STEPS, Loop, UsedVariable, variables_of
+from pipefit.own_loop.loop import (
+    GENERATORS,
+    GLOBAL_GENERATORS,
+    MOST_STEPS,
+    Loop,
+    UsedVariable,
+    hooks_of,
+    variables_of,
+)
 from pipefit.profiler import PassMeter, statistics_written
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
@@ -387,11 +395,15 @@ def _watched(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Record every call of a submodule in the body."""
     parts = [(name, part) for name, part in module.named_modules() if name]
     before = [(part, vars(part).get(FORWARD)) for _, part in parts]
+    used = {part: _Used.of(part) for _, part in parts}
     for name, part in parts:
         steps = name.split(".")
         around = [".".join(steps[:depth]) for depth in range(len(steps))]
         modules = [*part.named_modules(prefix=name), *((path, module.get_submodule(path)) for path in around)]
-        vars(part)[FORWARD] = _watching(name, part, part.forward, modules, recorder)
+        inside = [used[other].by_forward for other in part.modules()]
+        inside += [used[other].by_hooks for other in part.modules() if other is not part]
+        variables = {(id(one.place), one.name): one for every in inside for one in every}
+        vars(part)[FORWARD] = _watching(name, part, modules, list(variables.values()), recorder)
     try:
         yield
     finally:
@@ -405,11 +417,11 @@ def _watched(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def _watching(
     name: str,
     module: nn.Module,
-    forward: Callable[..., Any],
     modules: Sequence[tuple[str, nn.Module]],
+    variables: Sequence[UsedVariable],
     recorder: _Recorder,
 ) -> Callable[..., Any]:
-    variables = list(variables_of(forward))
+    forward = module.forward
 
     @functools.wraps(forward)
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -425,6 +437,31 @@ def _watching(
     return watching
 
 
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Variables from around a module's forward, and from around its hooks, which run outside it."""
+
+    by_forward: tuple[UsedVariable, ...]
+    by_hooks: tuple[UsedVariable, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Used:
+        hooks = hooks_of(module, "_forward_pre_hooks", "_forward_hooks")
+        return _Used(
+            tuple(variables_of(module.forward)), tuple(one for hook in hooks for one in _around_hook(hook))
+        )
+
+
+def _around_hook(hook: Any) -> Iterator[UsedVariable]:
+    """Yield the variables from around a hook, and the object whose method it is, or that it is."""
+    yield from variables_of(hook)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if not isinstance(hook, FunctionType):
+        owner = getattr(hook, "__self__", hook)
+        yield UsedVariable({"": owner}, "", owner)
+
+
 class _Snapshot:
     """What a forward may change in Python: attributes of some modules, variables from around it, generators."""
 
@@ -437,7 +474,8 @@ class _Snapshot:
                 for name, value in table.items():
                     self._contents[f"{path}.{name}".lstrip(".")] = self._content(value, 0)
         for one in variables:
-            self._contents[f"variable {one.name}"] = self._content(one.current, 0)
+            name = f"variable {one.name}" if one.name else f"the {type(one.value).__name__} of a hook"
+            self._contents[name] = self._content(one.current, 0)
 
     def _content(self, value: Any, depth: int) -> Any:
         """Return a comparable copy of what an object holds, at most three levels deep."""
