@@ -588,6 +588,11 @@ def test_a_plan_is_applied_again(tmp_path: Path) -> None:
     assert (ran.peaks[0], max(ran.peaks[1:])) == handle.plan.peak_bytes
 
 
+def _cut_at_a_drawn_place(first: int, _: nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
+    width = [32][first + int(torch.empty(1).uniform_().item())]
+    return given[0][:, :width]
+
+
 def test_impossible_requests() -> None:
     """Compiled modules, second plans, unknown submodules and half a request are refused by name."""
     module = mlp()
@@ -614,6 +619,14 @@ def test_impossible_requests() -> None:
     )
     with pytest.raises(UsageError, match=r"shape of a tensor depends on values.*pad it"):
         apply(packed, budget="1GiB", batch=vectors(), loss=lambda output, _: output.sum())
+    for first, part, said in (  # the draw is assumed to be 1, then 0
+        (0, packed, r"shape of a tensor depends on values.*pad it"),
+        (1, mlp(), r"index out of range.* an index that is read from a tensor"),
+    ):
+        drawing = nn.Sequential(part)
+        drawing.register_forward_pre_hook(partial(_cut_at_a_drawn_place, first))
+        with pytest.raises(UsageError, match=said):
+            apply(drawing, budget="1GiB", batch=vectors(), loss=lambda output, _: output.sum())
     with pytest.raises(UsageError, match="LBFGS chooses by values how often it calls its closure"):
         apply(
             mlp(),

@@ -277,9 +277,15 @@ _FUNCTIONAL = (
     "torch.func saves tensors out of sight, so no plan recomputes or offloads them: use torch.autograd"
 )
 _UNKNOWN = (
-    "if it trains without pipefit, pass every object with tensors that it uses besides module and optimizer as "
-    "state="
+    "if it trains without pipefit, it uses a number that a dry run does not know, such as an index that is read from "
+    "a tensor, or objects with tensors besides module and optimizer: pass these objects as state="
 )
+
+
+def _is_by_value(error: Exception) -> bool:
+    """Return whether values decide a shape; `shape_env` is of the lengths of a nested tensor."""
+    by_value = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    return by_value or "shape_env" in str(error)
 
 
 def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tuple[Loop, LoopRecording]]:
@@ -290,7 +296,7 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
         UsageError: the loop cannot run over fake tensors.
     """
     result: list[tuple[Loop, LoopRecording]] = []
-    failed: Exception | None = None
+    failures: list[Exception] = []
     for one in (loop, replace(loop, opposite=True)):
         if not result or result[0][1].has_conditions:
             try:
@@ -298,13 +304,13 @@ def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tup
             except PipefitError:
                 raise
             except Exception as error:  # noqa: BLE001 - raised below if no run succeeds
-                failed = failed or error
-    if failed is not None and not result:
+                failures.append(error)
+    if not result:
+        failed = next((one for one in failures if _is_by_value(one)), failures[0])
         if isinstance(failed, Refusal):
             raise UsageError(f"the loop cannot run over fake tensors: {explained(failed)}") from failed
         why = _UNKNOWN
-        ragged = "shape_env" in str(failed)  # lengths of a nested tensor
-        if ragged or isinstance(failed, (DataDependentOutputException, DynamicOutputShapeException)):
+        if _is_by_value(failed):
             why = _BY_VALUE
         elif "support saved tensor hooks" in str(failed):
             why = _FUNCTIONAL
