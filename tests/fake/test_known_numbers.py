@@ -62,6 +62,25 @@ def test_known_numbers_follow_operations_on_known_numbers_alone(target: Target) 
                 result.item()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_factory_reads_lists_that_it_makes(target: Target) -> None:
+    """Rates that grow from block to block are plain numbers; trained ones, or those of a forward, are not known."""
+    with FakeTarget(target) as fake:
+        with fake.assuming_nothing():
+            rates = torch.linspace(0, 0.5, 6)
+            groups = [group.tolist() for group in rates.split([1, 2, 3])]
+            assert [rate for group in groups for rate in group] == pytest.approx(
+                [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+            )
+            assert [int(place) for place in torch.arange(3) + torch.tensor([1, 1, 2])] == [1, 2, 4]
+            rates[1:3] = torch.empty(2)
+            trained = nn.ParameterList([torch.linspace(0, 1, 4)]).to(torch.bfloat16).to(fake.device)
+            for unknown in (rates[0], trained[0][0]):
+                with pytest.raises(DataDependentOutputException):
+                    unknown.item()
+        assert torch.linspace(0, 1, 4).constant is None  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("precision", [None, "bfloat16", "master-bfloat16"])
 def test_a_factory_is_profiled_as_the_module_that_it_builds(precision: Precision | None) -> None:
     """The result is the same whether the factory or the task's precision casts the parameters."""

@@ -477,6 +477,10 @@ _CHOICES = {
 _NUMBERS = frozenset(
     (aten.zeros.default, aten.ones.default, aten.full.default)
 )  # if they make a single number
+_RANGES = frozenset(
+    (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default)
+)  # which a model's factory may read, such as a rate for every block
+_MOST_KNOWN = 1024  # values of a tensor that a factory makes
 _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types)
 
 
@@ -608,7 +612,9 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
                 layout = cudnn_format(func, args)
                 with self:
                     return pytree.tree_map_only(Tensor, lambda each: _laid_out(each, layout), made)
-            if func in _NUMBERS and made.shape == () and made.device.type == "cpu":
+            single = func in _NUMBERS and made.shape == ()
+            listed = func in _RANGES and not self.assumes and made.numel() <= _MOST_KNOWN
+            if (single or listed) and made.device.type == "cpu":
                 with without_dispatch_modes():
                     self.know(made, func(*args, **kwargs))
             return made
@@ -620,6 +626,11 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
             if is_named(func):
                 self.by_value[unknown(func)] = None
             return result
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Return whether the values of a tensor become known: those of few elements while a factory runs."""
+        plain = t.layout is torch.strided and not isinstance(t, FakeTensor) and t.device.type != "meta"
+        return plain and t.numel() <= (1 if self.assumes else _MOST_KNOWN)
 
     def _forget_numbers(self, args: Any) -> None:
         """Forget the values of parameters that were made from known numbers: training changes them."""
