@@ -76,9 +76,11 @@ cuda: $(VENV)/.installed
 	$(RUN)/python tests/emulated/build.py build/cuda
 	build/cuda/bin/python -m pytest -m gpu tests/emulated tests/fake tests/runtime
 
-# Predictions beside published measurements of real training, without a network: most of an hour of a core, and
-# longer for the rows of bigscience, whose pipelines have 48 to 384 GPUs.
+# Predictions beside published measurements of real training: most of an hour of a core, and longer for the rows of
+# bigscience, whose pipelines have 48 to 384 GPUs. timm builds the image classifiers, in the release of its rows; what it
+# requires is installed already, but for torchvision, of which only its data sets have a use.
 published: $(VENV)/.installed
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm==0.6.7
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN)/python benchmarks/published --json benchmarks/results/published.json \
 		--page docs/against_reality.md
 

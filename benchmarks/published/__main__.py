@@ -6,6 +6,7 @@ Every row of `rows.csv` of the classes A and B becomes a task, a cluster and the
 columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seconds. No constant is tuned to a row.
 Rows that cannot be expressed are counted by reason. `explained` is the prediction with the bytes that a framework is
 known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds.
+Image classifiers are built by timm: python -m pip install --no-deps timm==0.6.7
 Most of an hour of a core, hours for bigscience's rows on more than 128 GPUs; no network.
 """
 

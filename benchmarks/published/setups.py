@@ -322,7 +322,7 @@ def edges_of(row: Row, found: ModelProfile, shape: Shape | None, pp: int) -> Seq
     if pp == 1:
         return 0, layers
     if balance := re.search(r"balance ([\d,]+)", row.remarks):
-        return _balanced([int(count) for count in balance[1].split(",")], layers)
+        return _balanced([int(count) for count in balance[1].split(",")], found.edges)
     if shape is None:
         raise Inexpressible("the split into stages is not said")
     if row.framework == "nanotron":
@@ -335,13 +335,13 @@ def edges_of(row: Row, found: ModelProfile, shape: Shape | None, pp: int) -> Seq
     return 0, *inner[:-1], layers
 
 
-def _balanced(counts: Sequence[int], layers: int) -> Sequence[int]:
+def _balanced(counts: Sequence[int], edges: Sequence[int]) -> Sequence[int]:
     """Return the edges of stages with these numbers of layers, scaled if the source counts layers otherwise.
 
-    torchgpipe counts modules of its flattened models, so edges move to the nearest of pipefit's layers.
+    torchgpipe counts modules of its flattened models, so edges move to the nearest of pipefit's blocks.
     """
-    total = sum(counts)
-    return 0, *(round(edge * layers / total) for edge in list(accumulate(counts))[:-1]), layers
+    wanted = [edge * edges[-1] / sum(counts) for edge in accumulate(counts)]
+    return 0, *(min(edges, key=lambda edge: abs(edge - each)) for each in wanted[:-1]), edges[-1]
 
 
 def _spread(units: int, pp: int, layers: int) -> Sequence[int]:

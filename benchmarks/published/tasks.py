@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import detection
 import encoder_decoder
 import images
 import torch
@@ -44,17 +45,18 @@ def subject_of(
         return _bert(row, optimizer)
     if name.startswith(("u-net", "amoebanet")):
         return _torchgpipe(row, optimizer)
+    if name.startswith("ssd300"):  # its scripts for V100 in float32 alone set channels_first
+        form = torch.contiguous_format if row.precision == "float32" else torch.channels_last
+        return Subject(("ssd300", form), partial(detection.task, form, optimizer))
     if row.family == "llm" or row.layers.isdigit():
         shape, style, by = shape_of(row), style_of(row), adapters_of(row)
         style = replace(style, draws=not (divided and style.dropout))
         return Subject((shape, style, by), partial(decoder_task, shape, style, by, optimizer), shape)
     if row.layers:
         return Subject(*encoder_decoder.task_of(row, optimizer))
-    word = re.match(r"[\w-]+", name)
-    plain = word[0] if word else name
-    images.build(plain)  # refuses unknown names
-    notes = row.model_notes if "images of" in row.model_notes else row.model_notes + " images of 224"
-    return Subject((plain, notes), partial(images.task, plain, notes, optimizer))
+    plain, notes = images.named(re.split(r"[ (]", name)[0]), row.model_notes
+    staged = (row.pp or 1) > 1
+    return Subject((plain, notes, staged), partial(images.task, plain, notes, optimizer, staged=staged))
 
 
 def _bert(row: Row, optimizer: Callable[..., torch.optim.Optimizer]) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from pipefit import Plan, Training, certify, load_cluster, profile, simulate
+from pipefit.fake_cuda.target import FakeTarget
 from pipefit.memory import AllocatorSettings
 from pipefit.models import build
 from pipefit.schema.devices import Member, MemberKind
@@ -23,7 +26,7 @@ from pipefit.schema.trace import CATEGORIES, Category
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
-    "architectures", "calibration", "clusters", "convolutional", "encoder_decoder", "images", "models", "page",
+    "architectures", "calibration", "clusters", "detection", "encoder_decoder", "images", "models", "page",
     "predictions", "report", "rows", "setups", "stream_pools", "tasks", "zero_buffers",
 )  # fmt: skip
 
@@ -77,7 +80,6 @@ def test_every_row_is_read_and_halves_are_about_equal(by_id: dict[str, Any]) -> 
         ("nanotron-019", {"precision": ""}, "precision is not said"),
         ("nanotron-019", {"optimizer": "Adafactor"}, "another optimizer"),
         ("nanotron-019", {"hidden": None}, "sizes of the model"),
-        ("timm-001", {"model": "nasnetalarge"}, "not among those built"),
     ],
 )
 def test_a_row_that_cannot_be_expressed_is_refused_with_its_reason(
@@ -93,6 +95,13 @@ def test_stages_are_cut_as_nanotron_deals_blocks(published: Any, by_id: dict[str
     shape = published.architectures.shape_of(by_id["nanotron-014"])
     assert published.setups._by_cost(shape, 2, 27) == (0, 15, 27)
     assert published.setups._by_cost(shape, 8, 27)[1] == 5
+
+
+def test_stages_of_torchgpipe_end_with_the_nearest_block(published: Any) -> None:
+    """A source that counts 20 modules, and a chain of 10 layers in blocks of 3, 1, 4 and 2."""
+    balanced = published.setups._balanced
+    assert balanced((5, 5, 10), (0, 3, 4, 8, 10)) == (0, 3, 4, 10)
+    assert balanced((4, 8, 8), (0, *range(1, 11))) == (0, 2, 6, 10)
 
 
 def test_allocated_bytes_of_a_small_row(published: Any, by_id: dict[str, Any]) -> None:
@@ -146,20 +155,70 @@ def test_a_block_of_nanotron_keeps_copies_of_its_attention(
     assert copies * unit < kept(2) - kept(1) < (copies + 0.05) * unit
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("efficientnet_b0", 5.29), ("efficientnet_b4", 19.34), ("tf_efficientnet_b7", 66.35),
-        ("efficientnetv2_s", 21.46), ("tf_efficientnetv2_m", 54.14), ("convnext_tiny", 28.59),
-        ("convnext_large", 197.77), ("regnetx_032", 15.30), ("regnety_160", 83.59), ("densenet121", 7.98),
-        ("densenet161", 28.68),
-    ],
-)  # fmt: skip
-def test_classifiers_have_the_parameters_of_timms_table(published: Any, name: str, millions: float) -> None:
-    """Parameters as timm lists them with its results."""
-    with torch.device("meta"):
-        model = published.images.build(name)()
-    assert round(sum(each.numel() for each in model.parameters()) / 1e6, 2) == millions
+def test_classifiers_have_the_parameters_of_timms_table(published: Any) -> None:
+    """The source lists millions of parameters; rows whose source lists none have models of the same names."""
+    timm(published)
+    with published.rows.ROWS.open(newline="", encoding="utf-8") as file:
+        listed = {row["model"]: row["params"] for row in csv.DictReader(file) if row["source"] == "timm"}
+    assert len(listed) > 100
+    different = {}
+    for model, millions in listed.items():
+        with FakeTarget("cuda") as fake, fake.assuming_nothing():
+            parameters = published.images.build(model, torch.channels_last).parameters()
+            count = round(sum(each.numel() for each in parameters) / 1e6, 2)
+        if count != float(millions.removesuffix(" M")):
+            different[model] = count, millions
+    assert not different
+
+
+def timm(published: Any) -> Any:
+    """Return timm; skip the test if it is not installed."""
+    try:
+        return published.images.timm()
+    except published.rows.Inexpressible as missing:
+        pytest.skip(str(missing))
+
+
+def test_a_model_that_timm_lacks_is_refused(published: Any, by_id: dict[str, Any]) -> None:
+    """torchvision, which timm imports, is as absent afterwards as before."""
+    timm(published)
+    assert not isinstance(sys.modules.get("torchvision"), MagicMock)
+    with pytest.raises(published.rows.Inexpressible, match="not among those of timm"):
+        published.setups.setup_of(replace(by_id["timm-001"], model="resnet18000"))
+
+
+def test_a_row_says_what_to_install(
+    published: Any, by_id: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows do not need timm."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setattr(published.images, "timm", published.images.timm.__wrapped__)
+    with pytest.raises(published.rows.Inexpressible, match=r"pip install --no-deps timm==0\.6\.7"):
+        published.setups.setup_of(by_id["timm-001"])
+
+
+def test_the_loss_of_ssd_counts_three_empty_boxes_for_each_full_one(published: Any) -> None:
+    """By a loop over samples and boxes; the detector's maps have as many boxes as the targets."""
+    torch.manual_seed(0)
+    places, logits = torch.randn(3, 4, 40), torch.randn(3, 81, 40)
+    boxes, classes = torch.randn(3, 4, 40), torch.zeros(3, 40, dtype=torch.long)
+    classes[0, :2], classes[1, 5:12] = 7, 80
+    expected = []
+    for n in range(3):
+        entropies = [
+            float(torch.logsumexp(logits[n, :, b], 0) - logits[n, classes[n, b], b]) for b in range(40)
+        ]
+        full = [b for b in range(40) if classes[n, b]]
+        empty = sorted((entropies[b] for b in range(40) if b not in full), reverse=True)[: 3 * len(full)]
+        apart = [(places[n, :, b] - boxes[n, :, b]).abs() for b in full]
+        distances = [float(torch.where(each < 1, each**2 / 2, each - 0.5).sum()) for each in apart]
+        expected.append(sum(distances + empty + [entropies[b] for b in full]) / max(1, len(full)))
+    found = published.detection.loss((places, logits), (boxes, classes))
+    assert float(found) == pytest.approx(sum(expected) / 3, rel=1e-5)
+    timm(published)
+    with FakeTarget("cuda"):
+        maps = published.detection.Detector()(torch.empty(2, 3, 300, 300))
+    assert [tuple(each.shape) for each in maps] == [(2, 4, 8732), (2, 81, 8732)]
 
 
 def test_t5_has_the_parameters_of_its_layers(published: Any, by_id: dict[str, Any]) -> None:
