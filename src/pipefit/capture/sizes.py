@@ -41,7 +41,7 @@ class Size(NamedTuple):
         return Size(0, one // few)
 
     def at(self, samples: int) -> int:
-        """Return the number for so many samples."""
+        """Return the number for this many samples."""
         return self.fixed + self.each * samples
 
 

@@ -149,7 +149,7 @@ def soon_planned(
 
 
 def _named(way: str, ranks: int) -> str:
-    """Return the name of a way of planning with so many tensor-parallel ranks."""
+    """Return the name of a way of planning with this number of tensor-parallel ranks."""
     return way if ranks == 1 else f"{way}, {ranks} ranks"
 
 

@@ -196,7 +196,7 @@ class Trials:
             passes = devices * question.blocks * question.training.microbatches
             possible = any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
             if possible and not is_small(question):
-                self._least[size] = Least.of(question)
+                self._least[size] = Least.of(question, self.space.schedules)
                 self._mix_commonly(size)
                 self._is_replicated = bool(self.mixed)
 
@@ -206,7 +206,7 @@ class Trials:
             if self.degrees(size) in ((), (SINGLE,)):  # no size of a local batch was profiled, or one device
                 return
             question = self.space.question_of(size, self._profile(size))
-            self._least[size] = Least.of(question)
+            self._least[size] = Least.of(question, self.space.schedules)
             at_most = self._fastest * (1 + _ROOM)
             may_fit = question.state_bytes <= sum(question.cluster.budgets)  # no state moves
             looks = may_fit and self._least_of(size) < at_most and exact_in_time(question)

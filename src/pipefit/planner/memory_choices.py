@@ -107,7 +107,7 @@ class BlockPrices:
 
     def _classified(self, forward: Floats) -> list[tuple[float, Floats]]:
         """Return classes of layers, the cheapest first: seconds per byte, and block sums of their bytes."""
-        kept = self._kept()
+        kept = self.kept_by_layers()
         price = forward / np.maximum(kept, 1)
         known = np.unique(price[kept > 0])
         parts = np.array_split(known, min(_CLASSES, len(known))) if len(known) else []
@@ -116,7 +116,7 @@ class BlockPrices:
             for part in parts
         ]
 
-    def _kept(self) -> Floats:
+    def kept_by_layers(self) -> Floats:
         """Return, for every layer and the loss, the bytes of the storages it makes that its block saves."""
         edges = np.array(self.question.edges)
         edges[-1] += 1

@@ -8,7 +8,8 @@ ever longer ones: for all degrees together, and for each degree alone, since the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from pipefit.planner.bounds import in_flight
 from pipefit.planner.hybrid.programme import Allowed, Floats, Placed, StageRequest, Way, banded, in_a_row
 from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, HybridSearch, budget_level, searches
 from pipefit.planner.hybrid.tables import DegreeTables
+from pipefit.planner.memory_choices import BlockPrices
 from pipefit.planner.problem import Degree, Question
 from pipefit.schema.grids import Sharding
 
@@ -189,44 +191,187 @@ def counts_upto(most: int) -> list[int]:
 # ---- Lower bound of a step over all grids
 
 
-class Least(NamedTuple):
-    """Lower bound of the seconds of a step: `work` is the least device seconds of a microbatch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """Lower bound of the seconds of a step, over all stages on all grids, without collectives.
 
-    A stage on k devices that takes c seconds for each of M microbatches uses M k c device seconds. So all
-    stages together use at least the work of all blocks, each at its cheapest degree and kind of device. In
-    addition, not all devices can work during the whole step: a step of T seconds takes at least M c plus the
-    seconds of one microbatch in the stages before. With at most w devices in a stage, each w further devices
-    leave at most the part (1 - 1 / M) of the remaining step, so that all G devices do at most
+    A stage on k devices does the work of `rates` device seconds in a second, more or less than k as its kernels
+    are more or less efficient for its local batches. In a step of T seconds with M microbatches it takes c
+    seconds for each of them, and r for recomputation, where by the lines of `planner.bounds`, with P the seconds
+    of a microbatch in all stages before and S in all stages,
 
-        (1 - (1 - 1 / M)^(G / w)) T w M
+        P + M (c + r) <= T        and        S + m c <= T
 
-    device seconds in the step. An asynchronous schedule does not wait for a first microbatch.
+    with m = M - n + (n - 1) b for n microbatches in flight, of whose seconds backwards take the part b at least.
+    All stages together do the `work` of all blocks with the devices that there are. By each line alone, this is a
+    knapsack whose Lagrangian relaxation bounds the work in a second:
 
-    Cost: a sum over the blocks for each degree.
+    - by the first line, a stage after s others works for (1 - 1/M)^s T at most;
+    - by the second line, c <= (T - S) / m. At w units of work a second on average, each second of a microbatch
+      in a stage of rate v gains v - w, and all gain w T. Every stage between others has at least one device.
+
+    At the end of its forward, a microbatch's saved tensors that are not recomputed are on the stage's own
+    devices. If they exceed the memory of all devices, the cheapest are recomputed. Recomputation takes at most as
+    long as the forward, so c is at least 1 / (2 - b) of c + r, and the first line has that part of 1/M.
+
+    A slower device counts as the part of a device of the fastest kind that it is for some block. An asynchronous
+    schedule waits for no microbatch.
+
+    Cost: some milliseconds, and a sum over the layers for each degree and kind of device.
     """
 
-    work: float
-    widest: int  # largest number of devices of a stage
+    work: float  # device seconds of a microbatch
+    again: float  # device seconds of a microbatch that memory makes all stages recompute
+    backward: float  # least part of the backward in the seconds of a block
+    degrees: Floats  # numbers of devices that a stage may have
+    rates: Floats  # work in a second, of devices of the fastest kind
+    speeds: Floats  # of all devices, falling, as parts of the fastest kind
+    stages: int  # most stages
     microbatches: int
-    endless: bool
+    late: Floats | None  # m by the number of stages after; None for asynchronous schedules
 
     @staticmethod
-    def of(question: Question) -> Least:
-        """Return the lower bound of a question.
+    def of(question: Question, schedules: Sequence[str] = ()) -> Least:
+        """Return the lower bound of a question under any of these schedules, by default under its own.
 
         Raises:
             UsageError: stages cannot have the requested degrees.
         """
-        how, widest = question.training, max(degree.devices for degree in question.degrees)
-        return Least(float(work_before(question)[-1]), widest, how.microbatches, how.endless)
+        kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+        passes = np.array(
+            [
+                [np.diff(DegreeTables(question, degree).before(kind)[:2]) for kind in kinds.values()]
+                for degree in question.degrees
+            ]
+        )  # by degree, kind, forward or backward, and block
+        degrees, costs = np.array([degree.devices for degree in question.degrees], float), passes.sum(axis=2)
+        fewest = costs.min(axis=1)
+        of_blocks = degrees[:, None] * fewest
+        excess = of_blocks.sum(axis=1) / of_blocks.sum(axis=1).min()
+        part = float(np.min(passes[:, :, 1][costs > 0] / costs[costs > 0], initial=1.0))
+        speeds = {
+            key: float(np.max(fewest[costs[:, kind] > 0] / costs[:, kind][costs[:, kind] > 0], initial=0.0))
+            for kind, key in enumerate(kinds)
+        }
+        return Least(
+            work=float((of_blocks / excess[:, None]).min(axis=0).sum()),
+            again=_recomputed(question, degrees, excess),
+            backward=part,
+            degrees=degrees,
+            rates=degrees / excess,
+            speeds=np.sort([speeds[one.kind.key] or 1.0 for one in question.cluster.devices])[::-1],
+            stages=question.stages,
+            microbatches=question.training.microbatches,
+            late=None if question.training.endless else _late(question, schedules, part),
+        )
 
     def seconds(self, devices: int) -> float:
-        """Return the lower bound of a step on this number of devices."""
-        if self.endless:
-            return self.microbatches * self.work / devices
-        stages, rest = divmod(devices, self.widest)
-        left = (1 - 1 / self.microbatches) ** stages * (1 - rest / self.widest / self.microbatches)
-        return self.work / self.widest / (1 - left)
+        """Return the lower bound of a step on this number of devices; infinity if none of them has the memory."""
+        room, stages = float(self.speeds[:devices].sum()), min(self.stages, devices)
+        every, work, again = self.microbatches, self.work, self.work + self.again
+        if self.late is None:
+            return every * again / self._at_once(np.ones(stages), room)
+        after: Floats = np.arange(stages, dtype=float)
+        rate = self._at_once((1 - 1 / every) ** after, room) / every
+        if self.late[0] > 0:
+            rate = self._on_average(self.late[:stages], room, rate)
+        if not self.again:
+            return work / rate
+        rate_again = self._at_once((1 - 1 / (2 - self.backward) / every) ** after, room) / every
+        return max(work / rate, again / rate_again)
+
+    def _at_once(self, parts: Floats, room: float) -> float:
+        """Return a bound of the work in a second of stages that work for these parts of it."""
+
+        def bound(prices: Floats) -> Floats:
+            gains = parts[:, None, None] * self.rates - prices[:, None] * self.degrees
+            result: Floats = prices * room + np.maximum(gains.max(axis=2), 0.0).sum(axis=0)
+            return result
+
+        return float(_least_of(bound, np.array([(self.rates / self.degrees).max()]))[0])
+
+    def _on_average(self, late: Floats, room: float, known: float) -> float:
+        """Return a bound of the work in a second, at most `known`, by the stages' m."""
+        edges = np.array([0, *counts_upto(len(late))])
+        starts, counts = edges[:-1], np.diff(edges).astype(float)
+        most = 1 / np.minimum.reduceat(late, starts)  # part of the time that a stage has for a microbatch
+        least = float(self.degrees.min() * self.speeds[-1])  # devices of a stage
+        degrees = np.append(self.degrees, least)
+        rates = np.append(self.rates, least * (self.rates / self.degrees).max())
+        behind = np.tri(len(starts), k=-1)
+
+        def reached(rate: float) -> float:
+            """Return a bound of the gain of all stages, for the best number of stages."""
+            gains = most[:, None] * np.maximum(rates - rate, 0.0)
+
+            def bound(prices: Floats) -> Floats:  # by the group of the first stage
+                best = (gains - prices[:, None, None] * degrees).max(axis=2)
+                needed = np.maximum(best, -prices[:, None] * least) * behind
+                others = np.maximum(best, 0.0) * np.eye(len(starts))
+                result: Floats = prices * room + (needed + others) @ counts
+                return result
+
+            return float(_least_of(bound, np.full(len(starts), (gains / degrees).max())).max())
+
+        low, high = known / 2, known
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if reached(middle) <= middle else (middle, high)
+        return high
+
+
+_HALVINGS = 12  # of the interval of rates
+_PRICES = 24  # compared prices of a device
+
+
+def _least_of(bound: Callable[[Floats], Floats], top: Floats) -> Floats:
+    """Return about the least values of convex bounds over prices from zero to `top`, each of its own price."""
+    low, high = np.zeros_like(top), top
+    part = (5**0.5 - 1) / 2
+    result = np.minimum(bound(low), bound(high))
+    left, right = high - part * (high - low), low + part * (high - low)
+    at_left, at_right = bound(left), bound(right)
+    for _ in range(_PRICES):
+        result = np.minimum(result, np.minimum(at_left, at_right))
+        lower = at_left <= at_right
+        low, high = np.where(lower, low, left), np.where(lower, right, high)
+        new = np.where(lower, high - part * (high - low), low + part * (high - low))
+        at_new = bound(new)
+        left, right = np.where(lower, new, right), np.where(lower, left, new)
+        at_left, at_right = np.where(lower, at_new, at_right), np.where(lower, at_left, at_new)
+    return np.minimum(result, np.minimum(at_left, at_right))
+
+
+def _late(question: Question, schedules: Sequence[str], backward: float) -> Floats:
+    """Return m of `Least` for stages with 0, 1, ... stages after them; the least of the schedules'."""
+    every, result = question.training.microbatches, list[Floats]()
+    for schedule in schedules or (question.training.schedule,):
+        how = replace(question.training, schedule=schedule)
+        held = np.array([in_flight(how, 0, left) for left in range(1, question.stages + 1)], float)
+        waits = 1.0 if held[0] == every else backward  # all stages for all forwards, as under GPipe
+        result.append(every - held + (held - 1) * waits)
+    least: Floats = np.minimum.reduce(result)
+    return least
+
+
+def _recomputed(question: Question, degrees: Floats, excess: Floats) -> float:
+    """Return the least device seconds, over their `excess`, of a microbatch's recomputation for lack of memory.
+
+    Infinity if nothing may be recomputed.
+    """
+    prices = [BlockPrices(question.of_one(degree)) for degree in question.degrees]
+    kept = np.array([one.kept_by_layers() for one in prices])
+    nbytes = (degrees[:, None] * kept).min(axis=0)
+    seconds = np.array([one.layers for one in prices]) / excess[:, None]
+    each = np.min(seconds / np.maximum(kept, 1), axis=0)
+    missing = nbytes.sum() - sum(question.cluster.budgets)
+    if missing <= 0:
+        return 0.0
+    if "never" == question.means.recompute == question.options.recompute:
+        return _INFINITE
+    cheapest = np.argsort(each)
+    freed = np.minimum(np.cumsum(nbytes[cheapest]), missing)
+    return float(each[cheapest] @ np.diff(freed, prepend=0.0))
 
 
 def work_before(question: Question) -> Floats:
