@@ -202,7 +202,7 @@ class Least:
 
         P + M (c + r) <= T        and        S + m c <= T
 
-    with m = M - n + (n - 1) b for n microbatches in flight, of whose seconds backwards take the part b at least.
+    with m = M - n + (n - 1) b for n microbatches in flight; backwards take at least the part b of all seconds.
     All stages together do the `work` of all blocks with the devices that there are. By each line alone, this is a
     knapsack whose Lagrangian relaxation bounds the work in a second:
 
