@@ -3,12 +3,12 @@
 An operation is estimated by the roofline: the longer of two times, computing at a share of the device's peak
 FLOP/s and moving bytes at a share of its memory bandwidth, since kernels reach neither figure (Williams et
 al., 2009), plus a constant for its launch and for filling the device. So small operations reach less than
-large ones. Convolutions have arithmetic of their own: tensor cores multiply float32 images in TF32, which torch
-allows for convolutions by default, and convert images that are not channels last; elsewhere kernels of 3 x 3
-use Winograd's transform. Depthwise kernels use no tensor cores. A GPU computes products in tiles, so they reach
-their share only if the tiles fill its multiprocessors. The shares and the constant belong to the kind
-(`schema.devices.DeviceKind`) and can be set. `benchmarks/bench_time.py` compares estimates with published training
-throughput; for measured seconds, use `pipefit profile --device cpu|cuda`.
+large ones. Convolutions have arithmetic of their own: tensor cores multiply float32 images in TF32, which
+torch allows for convolutions by default, and convert images that are not channels last; elsewhere kernels of
+3 x 3 use Winograd's transform. Depthwise kernels use no tensor cores. A GPU computes products in tiles, so
+they reach their share only if the tiles fill its multiprocessors. The shares and the constant belong to the
+kind (`schema.devices.DeviceKind`) and can be set. `benchmarks/bench_time.py` compares estimates with
+published training throughput; for measured seconds, use `pipefit profile --device cpu|cuda`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from pipefit.schema.training import Training
 # takes the algorithm that it estimates to be faster (`ncclTopoTuneModel`); so does this module.
 #
 # A host with a network port for each device has as many rings and trees over several hosts, which leave it by
-# another device each and carry equal parts of the bytes: NCCL searches channels that use all ports. Gloo has one.
+# another device each and carry equal parts of the bytes: NCCL searches channels that use all ports. Gloo has
+# one.
 #
 # A reduce-scatter to owners is the first half of a ring, an all-gather from owners the other half, with parts
 # as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners in a second round.
@@ -52,17 +53,18 @@ from pipefit.schema.training import Training
 #
 # NCCL sends in one of three protocols: with a flag in every 8 bytes (LL), which is the first to arrive and
 # reaches a part of the rates; with one in every 128 bytes (LL128), only over NVLink; or in blocks (Simple).
-# It takes the fastest by its own figures (`ncclTunerConstantsDefaults` of NCCL 2.30), which are those below: a
-# constant for each collective, the seconds of a hop, and the share of the rates. Links within a host then count
-# with their rates alone; a message between hosts takes at least the latency of its route. NCCL adds a network's
-# latency instead, and corrects rates of some sizes by tables, which are left out here.
+# It takes the fastest by its own figures (`ncclTunerConstantsDefaults` of NCCL 2.30), which are those below:
+# a constant for each collective, the seconds of a hop, and the share of the rates. Links within a host then
+# count with their rates alone; a message between hosts takes at least the latency of its route. NCCL adds a
+# network's latency instead, and corrects rates of some sizes by tables, which are left out here.
 
 
 class Sending(NamedTuple):
     """How an algorithm sends: seconds of its start and of hops, and the share of link rates that it reaches.
 
-    Hops are over a link between devices, through a host, and between hosts; None means the latencies of links.
-    Shares are those on one host and on several; so are the `limits`, in bytes a second of all rings together.
+    Hops are over a link between devices, through a host, and between hosts; None means the latencies of
+    links. Shares are those on one host and on several; so are the `limits`, in bytes a second of all rings
+    together.
     """
 
     start: float
@@ -152,7 +154,8 @@ class LinkCollective(NamedTuple):
     def delay_on(self, wire: str) -> float:
         """Return the delay as seconds of use of a wire.
 
-        It holds no wire. A wire is slowed while its other direction is in use, so the delay is shortened by this share.
+        It holds no wire. A wire is slowed while its other direction is in use, so the delay is shortened by
+        this share.
         """
         return self.delay_seconds * (self.slowed[wire] if opposite(wire) in self.wire_seconds else 1.0)
 

@@ -236,8 +236,8 @@ def _setting(value: Any, other: Callable[[Any], object], plain: Callable[[Any], 
 def stored_entries(module: nn.Module) -> dict[str, Any]:
     """Return the parameters, persistent buffers and extra state of a module by name.
 
-    This is its state dict before hooks: a model may store its parameters under other names and in other shapes,
-    such as one projection as three, but an optimizer and a checkpoint need the parameters themselves.
+    This is its state dict before hooks: a model may store its parameters under other names and in other
+    shapes, such as one projection as three, but an optimizer and a checkpoint need the parameters themselves.
     """
     result: dict[str, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):

@@ -268,9 +268,9 @@ def _loss_name(number: int) -> str:
 # ---- Copies of models with fewer of their equal blocks, which share the weights of the original
 #
 # A trace treats two hundred equal blocks as it treats one, so a copy with two of them shows errors for a
-# hundredth of the cost. Blocks are equal by structure: classes, parameters, buffers, hooks, and settings other
-# than floats, which often rise from block to block, and numbers of the blocks. The caller finds out whether a
-# copy can be traced and run.
+# hundredth of the cost. Blocks are equal by structure: classes, parameters, buffers, hooks, and settings
+# other than floats, which often rise from block to block, and numbers of the blocks. The caller finds out
+# whether a copy can be traced and run.
 
 _COUNTS = ("layer", "block", "depth")  # in the names of settings that hold a number of blocks
 
@@ -279,8 +279,8 @@ _COUNTS = ("layer", "block", "depth")  # in the names of settings that hold a nu
 class EqualBlocks:
     """A list of blocks of a model, by its path, with their names, and those that a copy leaves out.
 
-    `stand_ins` maps the left-out blocks, and the last blocks of their kinds before them, to blocks of the copy
-    that compute the same between equal neighbours; it is empty if kinds do not alternate evenly.
+    `stand_ins` maps the left-out blocks, and the last blocks of their kinds before them, to blocks of the
+    copy that compute the same between equal neighbours; it is empty if kinds do not alternate evenly.
     """
 
     path: str

@@ -217,8 +217,8 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a deep copy of `module` in which each tensor is replaced by `convert(tensor)`.
 
     Parameters stay parameters, with their hooks; a parameter that `convert` returns is used as it is. Other
-    tensors require no gradient in the copy, and share storages as the originals do. Functions that hold a part
-    of the module, or a container in one of its attributes, hold the copy's.
+    tensors require no gradient in the copy, and share storages as the originals do. Functions that hold a
+    part of the module, or a container in one of its attributes, hold the copy's.
     """
     storages: dict[int, Tensor] = {}
     own = cache(lambda: set(map(id, _own(module))))  # most modules hold no function

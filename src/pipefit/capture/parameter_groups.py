@@ -182,7 +182,8 @@ def trained(
 ) -> list[Trained]:
     """Train small parameters of these kinds for some steps by one optimizer with shared groups, or by one each.
 
-    With `parts`, only those parts are trained that the first of two ranks has. `seed` is that of torch's draws.
+    With `parts`, only those parts are trained that the first of two ranks has. `seed` is that of torch's
+    draws.
     """
     draws, groups = torch.Generator().manual_seed(0), list[dict[str, Any]]()
 

@@ -1,9 +1,9 @@
 """Models that cannot be captured, planned or trained: all reasons with their remedies, and who raises them.
 
 `refuse_module` checks a module before it is copied. `refusing` replaces functions of torch that a forward may
-not call, so that calls raise a `Refusal`. `refuse_export` and `explained` translate errors of a trace and of a
-run over fake tensors; `refuse_node` refuses an operation of a trace. Errors name the module, the line of the
-user's code, the reason and the remedy.
+not call, so that calls raise a `Refusal`. `refuse_export` and `explained` translate errors of a trace and of
+a run over fake tensors; `refuse_node` refuses an operation of a trace. Errors name the module, the line of
+the user's code, the reason and the remedy.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from pipefit.torch_internals import pytree
 # ---- Dataclasses and mappings in batches and outputs
 #
 # torch's trees know tuples, lists, dictionaries and registered classes, such as Hugging Face's outputs. Other
-# dataclasses are opened to a `OpenedDataclass` of their fields, and closed to an equal dataclass for the user's code;
-# other mappings, such as a tokenizer's, become dictionaries.
+# dataclasses are opened to a `OpenedDataclass` of their fields, and closed to an equal dataclass for the
+# user's code; other mappings, such as a tokenizer's, become dictionaries.
 
 
 class OpenedDataclass:

@@ -49,8 +49,8 @@ aten = torch.ops.aten
 class NumberReads:
     """Counters of a layer over all of its runs.
 
-    `count` numbers have been read, `conditions` of them may decide what runs, the last one at the place `last` in
-    the user's code, `most` may be read, and `assumed` results have been assumed, numbers included.
+    `count` numbers have been read, `conditions` of them may decide what runs, the last one at the place
+    `last` in the user's code, `most` may be read, and `assumed` results have been assumed, numbers included.
     """
 
     count: int = 0

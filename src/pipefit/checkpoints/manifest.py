@@ -2,7 +2,7 @@
 
 A checkpoint is a folder of safetensors shards, one for each worker, and `manifest.json`:
 
-    {"pipefit": "checkpoint", "version": 2, "sha256": "...", "step": 800, "owner": {...}, "shards": [...], ...}
+    {"pipefit": "checkpoint", "version": 2, "sha256": "...", "step": 800, "shards": [...], ...}
 
 The digest covers all bytes after it, so that a manifest damaged on the disk is rejected. Each worker writes a
 `Part`: its shard and the settings of its stages. The first worker joins the parts into a `Manifest`. Tensors,

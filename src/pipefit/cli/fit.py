@@ -124,10 +124,10 @@ def command(
     """Does MODEL fit, and the largest that does.
 
     Prints one screen: on 1, 2, 4 and 8 devices, kept, recomputed and offloaded, in every precision, with the
-    limit and the way out. MODEL may be the configuration file of another trainer (axolotl, LLaMA-Factory, TRL,
-    TrainingArguments, torchtitan, NeMo Automodel, Megatron-LM): then it says whether that training fits, and which
-    lines to change if it does not. With --grow, finds the largest value of one size that fits, or the fewest devices
-    or least memory; -o saves the plan of the answer. Exits with 3 if no plan is found.
+    limit and the way out. MODEL may be the configuration file of another trainer (axolotl, LLaMA-Factory,
+    TRL, TrainingArguments, torchtitan, NeMo Automodel, Megatron-LM): then it says whether that training fits,
+    and which lines to change if it does not. With --grow, finds the largest value of one size that fits, or
+    the fewest devices or least memory; -o saves the plan of the answer. Exits with 3 if no plan is found.
     """
     from pipefit.schema.json_io import load_cluster, save, save_text
 

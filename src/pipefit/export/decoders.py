@@ -216,10 +216,10 @@ def _equal(plan: Plan, tool: str) -> tuple[int, int]:
 # One argument per line, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. Megatron derives the
 # number of replicas from the number of processes, which is stages times replicas times shards. In the layout,
 # E is the embedding, t a decoder block and L the head with the loss; | divides stages. Megatron recomputes
-# the same number of blocks on every stage: that of the stage with the most; or, if a plan recomputes only norms,
-# attention or MLPs, and some in every block, those of all blocks. It offloads the inputs of the same modules in
-# all blocks, and the optimizer state of all. Its half precisions have master weights, and embedding and head
-# share their weights by default. (Megatron Core, "Custom Pipeline Model Parallel Layout",
+# the same number of blocks on every stage: that of the stage with the most; or, if a plan recomputes only
+# norms, attention or MLPs, and some in every block, those of all blocks. It offloads the inputs of the same
+# modules in all blocks, and the optimizer state of all. Its half precisions have master weights, and
+# embedding and head share their weights by default. (Megatron Core, "Custom Pipeline Model Parallel Layout",
 # `PipelineParallelLayerLayout`, which reads the layout, and `TransformerConfig`.)
 
 

@@ -1,10 +1,10 @@
 """A plan of one stage in the files of trainers: Hugging Face's Trainer, accelerate, Lightning and DeepSpeed.
 
 Each replica holds the whole model, and accumulates gradients over its local batches. DDP trains replicas that
-divide nothing, FSDP2 those that divide gradients or parameters, and DeepSpeed those that divide optimizer state,
-or hold half-precision weights or optimizer state that its host updates. Trainers recompute all blocks or none, and
-offload a kind of state of all layers or none: all if a plan does so with any. The user's code gives the model, its
-dtype, the data and the optimizer.
+divide nothing, FSDP2 those that divide gradients or parameters, and DeepSpeed those that divide optimizer
+state, or hold half-precision weights or optimizer state that its host updates. Trainers recompute all blocks
+or none, and offload a kind of state of all layers or none: all if a plan does so with any. The user's code
+gives the model, its dtype, the data and the optimizer.
 
 (transformers 5.23, `TrainingArguments`; accelerate 1.15, `commands.config.config_args`; Lightning 2.6,
 `pytorch.strategies`; DeepSpeed 0.19, `runtime.config`.)
@@ -199,7 +199,8 @@ def accelerate_config(plan: Plan) -> str:
 def lightning_arguments(plan: Plan) -> str:
     """Return a Python file whose `arguments` are for `lightning.pytorch.Trainer(**arguments)`.
 
-    Lightning's DeepSpeed also trains replicas that divide parameters, and clips gradients, which its FSDP does not.
+    Lightning's DeepSpeed also trains replicas that divide parameters, and clips gradients, which its FSDP
+    does not.
 
     Raises:
         UsageError: Lightning does not support the plan; says why, and what to plan instead.

@@ -5,9 +5,10 @@ arguments, and a model repeats the same few thousand operations. `FakeTensorMode
 takes three times as long, does not cover operations on lists of tensors, and returns two tensors for an
 operation that returned one twice; so it is turned off.
 
-Cached are operations of torch itself, over plain fake tensors, whose results do not depend on values, and that
-do not change the form of an argument. At least one tensor lacks a known value. Each result is an argument, a view
-of the only tensor among the arguments, or a tensor in a new storage. All other operations run in torch each time.
+Cached are operations of torch itself, over plain fake tensors, whose results do not depend on values, and
+that do not change the form of an argument. At least one tensor lacks a known value. Each result is an
+argument, a view of the only tensor among the arguments, or a tensor in a new storage. All other
+operations run in torch each time.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _counted(self, func: Any, args: Any) -> Any:
         """Return the result of an operation by which optimizers count steps, in a tenth of torch's time.
 
-        It makes a tensor of a number, reads it or adds a number to it. The result is None for other arguments.
+        It makes a tensor of a number, reads it or adds a number to it. The result is None for other
+        arguments.
         """
         number = args[0]
         if func is _LIFT:

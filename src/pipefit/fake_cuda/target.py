@@ -702,8 +702,8 @@ def _fill_slot() -> torch.library.Library:
             f"target 'cuda' needs torch's one open device slot, which {holder!r} holds: "
             f"use a process that does not import that extension, or target 'cpu'"
         )
-    # Autograd counts devices at a process's first backward, and starts a thread for each; without such threads
-    # forks of this process can run backwards too. So it counts before `fakecuda` exists.
+    # Autograd counts devices at a process's first backward, and starts a thread for each; without such
+    # threads forks of this process can run backwards too. So it counts before `fakecuda` exists.
     run_a_backward()
     backend_registration._setup_privateuseone_for_python_backend(
         FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks()

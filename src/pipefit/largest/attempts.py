@@ -239,8 +239,9 @@ def impossible(
     """Return the proof that no plan fits, with any division, offloading or recomputation; empty without one.
 
     Parameters and optimizer state must be in some memory between steps. With m replicas of n tensor-parallel
-    ranks, a device that computes a layer has an m-th of the `size` samples of a microbatch, and the ranks together
-    have the layer's weights and outputs. A cluster of d devices has n m <= d; the options may fix n and m.
+    ranks, a device that computes a layer has an m-th of the `size` samples of a microbatch, and the ranks
+    together have the layer's weights and outputs. A cluster of d devices has n m <= d; the options may fix n
+    and m.
     """
     parameters, _, state = profiles(size).at(size).state_bytes
     room = sum(cluster.budgets) + sum(host.memory_bytes + (host.disk_bytes or 0) for host in cluster.hosts)
@@ -320,8 +321,8 @@ def plan_on_the_way(
 ) -> Proposal:
     """Plan with profiles made on demand.
 
-    Layers may be divided between `shards` ranks, with `along` also along positions. With `near`, plans like that one
-    are searched first (`planner.answered`).
+    Layers may be divided between `shards` ranks, with `along` also along positions. With `near`, plans like
+    that one are searched first (`planner.answered`).
 
     Profiles derived from those of other sizes are compared with traces in the background until the proposal
     is settled or, without `compares`, by the caller. With `runs_dry`, alternatives are searched in parallel

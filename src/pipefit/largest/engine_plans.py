@@ -1,11 +1,13 @@
 """Plans that keep their budgets on `torch.distributed.pipelining`.
 
-That engine holds more than pipefit's own runtime: receive buffers for all microbatches, the batch, outputs until
-their backward, and sent tensors. Planners know the own runtime's bytes, and the ledger those of torch's engine. If the
-fastest plan exceeds a budget there, a bisection finds how much memory must be reserved for a plan that does not.
+That engine holds more than pipefit's own runtime: receive buffers for all microbatches, the batch, outputs
+until their backward, and sent tensors. Planners know the own runtime's bytes, and the ledger those of
+torch's engine. If the fastest plan exceeds a budget there, a bisection finds how much memory must be
+reserved for a plan that does not.
 
-Replicas that divide gradients or parameters may need less there than in the own runtime, which assigns whole layers:
-FSDP2 divides every layer. If the own runtime has no such plan, plans for devices with more memory are tried.
+Replicas that divide gradients or parameters may need less there than in the own runtime, which assigns whole
+layers: FSDP2 divides every layer. If the own runtime has no such plan, plans for devices with more memory are
+tried.
 """
 
 from __future__ import annotations

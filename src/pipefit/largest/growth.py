@@ -144,7 +144,8 @@ class Demand:
     per device. Planners that choose microbatch sizes do so only if a batch alone is given. Planners that put
     stages on several devices choose replicas, what these divide, and, if nothing fits otherwise,
     tensor-parallel shards; `data` and `tensor` fix the degrees of all stages. The joint planner has a tenth
-    of its budget for each value. If it may offload gradients and parameters depends on what grows (`without_spill`).
+    of its budget for each value. If it may offload gradients and parameters depends on what grows
+    (`without_spill`).
 
     Raises:
         UsageError: no such planner or schedule, or the numbers do not fit together.
@@ -373,10 +374,10 @@ def _divided(make: Callable[..., Proposal], ranks: int, *, along: bool) -> Answe
 class Growth:
     """A growing quantity and its values.
 
-    Each value has a task, its profiles, a plan (of all numbers of tensor-parallel ranks, or of some), perhaps an
-    attempt that is found fast and fits (with one device per stage, or also with many ranks), and perhaps a proof
-    that it is `impossible`. `searches` says that a plan itself takes a search, `searched` which plans a search
-    compares, and `end` why no value after the last one is tried.
+    Each value has a task, its profiles, a plan (of all numbers of tensor-parallel ranks, or of some), perhaps
+    an attempt that is found fast and fits (with one device per stage, or also with many ranks), and perhaps a
+    proof that it is `impossible`. `searches` says that a plan itself takes a search, `searched` which plans a
+    search compares, and `end` why no value after the last one is tried.
 
     A `UsageError` from the task or from its profiles means that the model refuses this value, and the search
     continues; one from the plan means that no plan satisfies the demand, and ends the search.

@@ -39,9 +39,10 @@ from pipefit.units import MIB, format_bytes
 #
 # A planner knows requested bytes only. The dry run shows how much a GPU's caching allocator reserves for
 # them, and how many communicators the process has. If that exceeds the device, the reserve for non-tensor
-# memory (`Cluster.reserves`) is increased by the lack, and it is planned again: mostly once or twice, since the next
-# plan resembles the last. So plans like the last are searched first, and all others only if none of those fits and is
-# about as fast. If the dry run refuses the plan's offloading, everything is planned again with fewer means.
+# memory (`Cluster.reserves`) is increased by the lack, and it is planned again: mostly once or twice,
+# since the next plan resembles the last. So plans like the last are searched first, and all others only if
+# none of those fits and is about as fast. If the dry run refuses the plan's offloading, everything is
+# planned again with fewer means.
 #
 # For devices other than GPUs, plans that neither offload nor recompute are not run: their peaks are the
 # simulator's.
@@ -231,8 +232,8 @@ def plan(
     run, unless `certify` is False or plans that do not fit are allowed: for GPUs with the memory that
     processes reserve under the settings of torch's `allocator`, for other devices if it offloads or
     recomputes anything. A refused plan is planned again. `progress` reports layers as they are profiled. With
-    `engine="torch"`, the plan runs and fits on `torch.distributed.pipelining`, by a dry run of that engine for a
-    task, and by the simulator's ledger for a profile.
+    `engine="torch"`, the plan runs and fits on `torch.distributed.pipelining`, by a dry run of that engine
+    for a task, and by the simulator's ledger for a profile.
 
     Raises:
         UsageError: an unknown name, numbers that do not fit together, or a microbatch size that was not

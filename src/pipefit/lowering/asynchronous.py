@@ -299,7 +299,8 @@ def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action
 # The order of a rank's forwards and backwards does not depend on the ends of steps, unless it is drained. But
 # actions next to a forward or backward may belong to a microbatch of another step: an early recomputation,
 # the end of a copy that began in the previous step, or the start of one for the next step. Therefore a
-# `RankActions` decides them for the surrounding steps too, and the step takes the part next to its own actions.
+# `RankActions` decides them for the surrounding steps too, and the step takes the part next to its own
+# actions.
 #
 #     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
 #

@@ -61,8 +61,9 @@ def _nothing(_: None) -> NoReturn:
 # ---- Backward formulas that change a new tensor in place, but not under a dispatch mode
 #
 # Torch asks in these formulas whether a mode is active (`areAnyTensorSubclassLike`, FunctionsManual.cpp), and
-# then runs an operation out of place, which needs one more tensor. A meter is a mode, so it runs the operation
-# in place, as training without a meter does. The new tensor is one of the last two that were allocated.
+# then runs an operation out of place, which needs one more tensor. A meter is a mode, so it runs the
+# operation in place, as training without a meter does. The new tensor is one of the last two that were
+# allocated.
 
 _aten = torch.ops.aten
 _PICKS = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "Nanmedian", "Sort", "Topk"})
@@ -80,12 +81,12 @@ _IN_PLACE = {
 }  # by operation: its form in place, and the formulas by what they are the backward of
 
 # The same holds where autograd sums the gradients of a value with several users (`can_accumulate_inplace`,
-# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that. A mode cannot see from a
-# tensor's references whether Python code, such as a hook, keeps it. So the meter does it only for gradients that a
-# node of torch's own made for the very value that they are gradients of. Others count one tensor more.
+# input_buffer.cpp): it adds to the first gradient in place if nobody else holds that. A mode cannot see from
+# a tensor's references whether Python code, such as a hook, keeps it. So the meter does it only for gradients
+# that a node of torch's own made for the very value that they are gradients of. Others count one tensor more.
 
-# `nn.Linear` adds its bias in place, too, to the product of an input that is not contiguous. A meter does so on a view
-# of the product, because autograd expects another tensor.
+# `nn.Linear` adds its bias in place, too, to the product of an input that is not contiguous. A meter does so
+# on a view of the product, because autograd expects another tensor.
 
 _SUM, _ADD = _aten.add.Tensor, _aten.add_.Tensor
 _LINEAR = torch.nn.Linear.forward.__code__
@@ -167,9 +168,9 @@ _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACT
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 _PARAMETERS, _OF_VALUES = _POSITION[Category.PARAMETERS], (Category.BOUNDARY, Category.ACTIVATIONS)
 
-# For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation returns.
-# The node of that backward holds it, until the node has run or dies with its graph. So does a meter's `Number`:
-# it is in the node's metadata, and its bytes count as long as it exists.
+# For the backward of `x * 2.0` autograd keeps the number, as a 0-dimensional tensor that no operation
+# returns. The node of that backward holds it, until the node has run or dies with its graph. So does a
+# meter's `Number`: it is in the node's metadata, and its bytes count as long as it exists.
 _KEEP_SCALAR = frozenset(
     {
         torch.ops.aten.mul.Tensor,
@@ -375,9 +376,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep_number(self, func: Any, tensor: Tensor, value: float, product: Tensor) -> int:
         """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
 
-        The operation has just run. If it was part of a backward, it used such a tensor, whose bytes are returned,
-        because the kernel used this tensor instead of making one. The node frees it afterwards, unless its graph
-        is retained. A graph of the backward itself shares it.
+        The operation has just run. If it was part of a backward, it used such a tensor, whose bytes are
+        returned, because the kernel used this tensor instead of making one. The node frees it afterwards,
+        unless its graph is retained. A graph of the backward itself shares it.
         """
         node: Any = backward_node() if backward_id() >= 0 else None
         number: Number | None = None if node is None else node.metadata.get(_NUMBER)

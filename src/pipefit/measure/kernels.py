@@ -47,10 +47,10 @@ from pipefit.units import format_bytes
 
 # ---- The user's cache of kernel memory, so that no operation is measured twice
 #
-# It is a SQLite file, `pipefit/kernels/kernels.sqlite` below XDG_CACHE_HOME, by default `~/.cache`, which several
-# processes read and write at once. Every kernel has a digest, because a changed peak would be wrong. A file that
-# is damaged, or a link or pipe in its place, counts as empty and is replaced; nothing is written to the target
-# of a link. If no file can be written, nothing is cached.
+# It is a SQLite file, `pipefit/kernels/kernels.sqlite` below XDG_CACHE_HOME, by default `~/.cache`, which
+# several processes read and write at once. Every kernel has a digest, because a changed peak would be wrong.
+# A file that is damaged, or a link or pipe in its place, counts as empty and is replaced; nothing is written
+# to the target of a link. If no file can be written, nothing is cached.
 
 _TABLE = "CREATE TABLE IF NOT EXISTS kernels (machine, operation, kernel, digest, PRIMARY KEY (machine, operation))"
 

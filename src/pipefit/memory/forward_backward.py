@@ -31,8 +31,8 @@ class Working:
     """A copy of a residency that an action changes.
 
     `level` and `peak` are the bytes now and at the highest moment so far, relative to the start of the
-    action; `workspace` is the part of the peak that a kernel holds. `gathers` are changes of gathered parameters
-    by boundary, and `gathered` is their sum so far.
+    action; `workspace` is the part of the peak that a kernel holds. `gathers` are changes of gathered
+    parameters by boundary, and `gathered` is their sum so far.
     """
 
     def __init__(self, storages: StageStorages, residency: Residency, gathers: Moments = ()) -> None:

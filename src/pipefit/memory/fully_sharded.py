@@ -1,15 +1,15 @@
 """Replicas that divide gradients or parameters on torch's engine, by FSDP2: bytes, and times in memory.
 
-FSDP2 divides each parameter by rows, padded to equal parts (`divided`). Layers are gathered one by one; layers that
-share parameters are gathered together, with the stage, which is the root. A gather allocates the output of the
-all-gather and then the parameters, as large as the output. In a forward, the output stays until the next gather has
-ended, or the stage; in a backward, the gather of the layer before is already allocated:
+FSDP2 divides each parameter by rows, padded to equal parts (`divided`). Layers are gathered one by one;
+layers that share parameters are gathered together, with the stage, which is the root. A gather allocates the
+output of the all-gather and then the parameters, as large as the output. In a forward, the output stays until
+the next gather has ended, or the stage; in a backward, the gather of the layer before is already allocated:
 
     F    gather 0, layer 0, free 0, gather 1, layer 1, free 1
     B    gather 1, start gathering 0, layer 1, gather 0, layer 0
 
-If replicas divide gradients only, or after a backward, parameters stay until the next forward or the end of the step.
-Gradients are whole until then, and are reduced layer by layer (`Gathering.reduce`).
+If replicas divide gradients only, or after a backward, parameters stay until the next forward or the end of
+the step. Gradients are whole until then, and are reduced layer by layer (`Gathering.reduce`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pipefit.schema.validation import itemsize
 class Division(NamedTuple):
     """The part of one of several replicas in a stage.
 
-    `frees` says whether parameters are freed after every forward, `pads` whether a reduction pads gradients in copies,
-    as torch's kernel for CPUs does.
+    `frees` says whether parameters are freed after every forward, `pads` whether a reduction pads gradients
+    in copies, as torch's kernel for CPUs does.
     """
 
     replicas: int
@@ -149,8 +149,8 @@ def _of(measurement: Measurement, shared: SharedParameter) -> Parameter:
 class Group(NamedTuple):
     """Parameters that are gathered together.
 
-    Bytes are those of gathered parameters, of gradients before a reduction, of their padded copies, of the reduction's
-    input, and of its output.
+    Bytes are those of gathered parameters, of gradients before a reduction, of their padded copies, of the
+    reduction's input, and of its output.
     """
 
     gathered_bytes: int

@@ -24,8 +24,8 @@ class StageCost:
     """The costs of a stage whose microbatches are `flights`; computed figures are cached.
 
     `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device;
-    `share` is the device's ZeRO share. On torch's engine, replicas may have divided the stage by FSDP2: then `part`
-    has the storages of the device's part.
+    `share` is the device's ZeRO share. On torch's engine, replicas may have divided the stage by FSDP2: then
+    `part` has the storages of the device's part.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class Costs:
 
         The device computes a local batch of every microbatch, as one of `data` replicas, and has a ZeRO
         `share`. If tensor-parallel ranks divide the layers, with `sequences` also along positions, the device
-        is one of a `group`. On torch's engine, replicas may have divided the stage: `division` is the device's part.
+        is one of a `group`. On torch's engine, replicas may have divided the stage: `division` is the
+        device's part.
         """
         degree = self._size // data, 1 if group is None else group.members, sequences
         flight = start, stop, degree, sent

@@ -169,10 +169,10 @@ class StageStorages:
 
     Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before
     position n: boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a weight
-    version has room for gradients and optimizer state too. If the stage is `buffered`, as on torch's engine, its
-    inputs, targets and gradients of outputs are in buffers, and a microbatch's storages have no bytes for them. The
-    buffers of messages are there for all microbatches (`StageRest.buffer_bytes`), or from a message until the backward
-    has ended (`receives_ahead`).
+    version has room for gradients and optimizer state too. If the stage is `buffered`, as on torch's engine,
+    its inputs, targets and gradients of outputs are in buffers, and a microbatch's storages have no bytes for
+    them. The buffers of messages are there for all microbatches (`StageRest.buffer_bytes`), or from a message
+    until the backward has ended (`receives_ahead`).
     """
 
     def __init__(
@@ -431,8 +431,8 @@ class StageStorages:
     def stops_before(self, position: int) -> bool:
         """Return whether `torch.utils.checkpoint` ends a recomputation before the layer at a position computes.
 
-        It stops when all saved tensors are there: one operation saves its inputs before it runs. pipefit's own
-        runtime completes recomputations.
+        It stops when all saved tensors are there: one operation saves its inputs before it runs. pipefit's
+        own runtime completes recomputations.
         """
         cost = self.costs[position]
         own = any(tensor.origin.kind == "own" for tensor in cost.saved)
@@ -665,8 +665,8 @@ class MovedStorage(NamedTuple):
 class Instances:
     """The existing instances, on the device or away, with their holders (`Holders`).
 
-    Usually only the changes of an action and the previous `Instances` are kept, so that a stage with a thousand
-    actions per microbatch needs memory for the changes, not for full copies.
+    Usually only the changes of an action and the previous `Instances` are kept, so that a stage with a
+    thousand actions per microbatch needs memory for the changes, not for full copies.
     """
 
     __slots__ = ("_before", "_changes", "_count", "_since", "_whole")

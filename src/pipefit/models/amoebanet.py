@@ -56,9 +56,9 @@ def amoebanet(
 ) -> Task:
     """AmoebaNet-D with `layers` normal cells on square images (batch, 3, image_size, image_size).
 
-    `pooling="average"` replaces the 3 x 3 maximum pools by average pools, which save less for the backward, as in
-    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None means the optimizer's usual rate;
-    SGD decays weights by 1e-4.
+    `pooling="average"` replaces the 3 x 3 maximum pools by average pools, which save less for the backward,
+    as in torchgpipe's benchmark, whose model mCAP and others measured. `lr` None means the optimizer's usual
+    rate; SGD decays weights by 1e-4.
 
     Raises:
         UsageError: a setting has a wrong value.

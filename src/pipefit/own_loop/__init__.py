@@ -17,12 +17,12 @@ Parts, each a module that imports only earlier ones:
 2. `offloading`: saved tensors on the host: one host copy for each storage, returned at the first use; and, on
    request, optimizer state on the host between steps.
 3. `known_values`: values of whole numbers, such as masks and positions, beside fake tensors.
-4. `loop`: `Loop`, the user's loop. `Loop.over_fakes(target)` runs it over fake tensors: their module, loss and
-   optimizers, whose tensors are replaced in place and put back.
+4. `loop`: `Loop`, the user's loop. `Loop.over_fakes(target)` runs it over fake tensors: their module, loss
+   and optimizers, whose tensors are replaced in place and put back.
 5. `trainers`: the steps of Hugging Face's Trainer and of Lightning's.
 6. `installing`: `install(module, decisions)`, which gives each planned submodule another `forward`.
-7. `recording`: one dry run of the plain loop becomes a `LoopRecording`: calls of submodules, lives of storages,
-   and which calls save them.
+7. `recording`: one dry run of the plain loop becomes a `LoopRecording`: calls of submodules, lives of
+   storages, and which calls save them.
 8. `choice`: an integer programme over a recording. The bytes at each operation are linear in the decisions,
    with one variable for each group of storages that share their savers.
 9. `face`: `apply`, which records, chooses, certifies by a dry run with the decisions installed, and chooses

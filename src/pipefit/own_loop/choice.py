@@ -1,7 +1,7 @@
 """The choice: which submodules recompute or offload what they save, so that a loop keeps its budget.
 
-A decision is a 0/1 variable `(submodule, technique)`; at most one holds on each path of nested calls. A storage
-that has died naturally is alive during operation t if one of its *claims* covers t:
+A decision is a 0/1 variable `(submodule, technique)`; at most one holds on each path of nested calls. A
+storage that has died naturally is alive during operation t if one of its *claims* covers t:
 
 - a saver that keeps it, from its save to its last use: 1 - (the sum of the decisions around the saver);
 - a decision that has brought it back, from the call's first use in backward to the saver's last use;

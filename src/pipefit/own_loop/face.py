@@ -116,22 +116,23 @@ def apply(
 
     Args:
         module: the model. Submodules get another `forward`; all else stays as it is.
-        budget: bytes, or a size such as `"20 GiB"`, of one device: parameters, gradients, optimizer state, batch
-            and everything else that the loop allocates there.
-        batch: a batch as the loop gets it, or a function that makes one. `(inputs, targets)`: a tuple of inputs
-            is the module's positional arguments, a dictionary its keyword arguments. A dictionary alone is
-            inputs.
+        budget: bytes, or a size such as `"20 GiB"`, of one device: parameters, gradients, optimizer state,
+            batch and everything else that the loop allocates there.
+        batch: a batch as the loop gets it, or a function that makes one. `(inputs, targets)`: a tuple of
+            inputs is the module's positional arguments, a dictionary its keyword arguments. A
+            dictionary alone is inputs.
         optimizer: the loop's optimizer, or several, or a function of the parameters that makes it.
         loss: (outputs, targets) -> loss. None if the module returns the loss, or outputs with a `loss`.
-        step: one step of the loop, as a function of a batch: for gradient accumulation, autocast, loss scaling
-            or clipping. Or a Trainer of transformers, TRL or Lightning, whose step it is; batch and optimizer are
-            then those that it makes, if none are passed. None is the plain loop: `zero_grad`, forward, loss,
-            backward, `step`.
+        step: one step of the loop, as a function of a batch: for gradient accumulation, autocast, loss
+            scaling or clipping. Or a Trainer of transformers, TRL or Lightning, whose step it is; batch and
+            optimizer are then those that it makes, if none are passed. None is the plain loop: `zero_grad`,
+            forward, loss, backward, `step`.
         state: other objects that `step` changes, such as a `GradScaler` or a copy of the model.
-        device: a card such as `rtx-4090`, or a machine such as `dgx-a100`, whose kernels and rates count. None is
-            the module's device.
+        device: a card such as `rtx-4090`, or a machine such as `dgx-a100`, whose kernels and rates count.
+            None is the module's device.
         offload: whether saved tensors may move to the host.
-        state_on_host: whether the optimizer's state is on the host between its steps; it returns for each step.
+        state_on_host: whether the optimizer's state is on the host between its steps; it returns for each
+            step.
         plan: an earlier answer, installed as it is, without a dry run.
 
     Raises:

@@ -67,7 +67,8 @@ class PlannedForward:
             own_args, own_kwargs = pytree.tree_unflatten(every, form)
             return inner(*own_args, **own_kwargs)
 
-        # All tensors are positional: checkpoint finds the device, whose random state it keeps, by these alone.
+        # All tensors are positional: checkpoint finds the device, whose random state it keeps, by these
+        # alone.
         return checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (nullcontext(), again))
 
     def remove(self) -> None:
@@ -121,8 +122,8 @@ class _Again:
     writes, and its mode and numbers, as they were before the first one.
 
     Raises:
-        RuntimeError: a parameter or another buffer has changed since the first forward, or the forward writes a
-            buffer that it did not write when it was planned.
+        RuntimeError: a parameter or another buffer has changed since the first forward, or the forward writes
+            a buffer that it did not write when it was planned.
     """
 
     def __init__(self, module: nn.Module, decision: LoopDecision) -> None:

@@ -1,9 +1,9 @@
 """Saved tensors on the host until their backward.
 
-Inside `HostTensors.saving`, autograd hands each tensor that it saves to a hook. The numbered ones are copied to
-the host, once for each storage, and the graph keeps a `_Packed` in their place. The copies of a call run while
-it computes, and `saving` ends with their end: from there on the device memory is free as soon as nobody else
-uses it. The first tensor that a backward asks for starts the return of all storages of the call.
+Inside `HostTensors.saving`, autograd hands each tensor that it saves to a hook. The numbered ones are copied
+to the host, once for each storage, and the graph keeps a `_Packed` in their place. The copies of a call run
+while it computes, and `saving` ends with their end: from there on the device memory is free as soon as nobody
+else uses it. The first tensor that a backward asks for starts the return of all storages of the call.
 
 Allocations and frees happen at fixed points of the program, so peaks do not depend on the speed of copies.
 """
@@ -198,7 +198,8 @@ class _Luggage:
         """Wait for the copies of the call, and let go of its storages.
 
         A storage of which several parts were saved is copied when all are: the operations between may have
-        written the later parts, as in a cell of a GRU, whose gates are parts of one storage with a version each.
+        written the later parts, as in a cell of a GRU, whose gates are parts of one storage with a version
+        each.
 
         Raises:
             RuntimeError: a tensor was changed after autograd had saved it.

@@ -1,9 +1,9 @@
 """One dry run of the plain loop, as data: calls of submodules, lives of storages, and who saves them.
 
-The loop runs twice over fake tensors. The first run is as in training, and dates the death of every storage. In
-the second, the graph holds no storages (a saved tensor is made anew when backward asks for it), which dates
-their natural deaths: from there on only the graph keeps them. Times are numbers of operations, which are equal
-in both runs.
+The loop runs twice over fake tensors. The first run is as in training, and dates the death of every
+storage. In the second, the graph holds no storages (a saved tensor is made anew when backward asks for it),
+which dates their natural deaths: from there on only the graph keeps them. Times are numbers of operations,
+which are equal in both runs.
 """
 
 from __future__ import annotations

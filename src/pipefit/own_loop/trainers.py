@@ -1,7 +1,7 @@
 """Steps of Hugging Face's Trainer and of Lightning's, for a dry run: what each of them holds, in its order.
 
-Hugging Face's loads all microbatches of a step and one batch ahead, on the host, which count if the device is the
-host. Lightning's loads one microbatch at a time.
+Hugging Face's loads all microbatches of a step and one batch ahead, on the host, which count if the device is
+the host. Lightning's loads one microbatch at a time.
 """
 
 from __future__ import annotations

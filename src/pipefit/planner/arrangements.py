@@ -4,20 +4,21 @@ Every combination, an *arrangement*, is a separate question, which the joint pla
 first: an arrangement that cannot beat a known plan is not searched. Sizes are tried from the one with four
 microbatches for each stage, to smaller ones and to larger ones, while a size may be useful; a size that
 cannot be profiled is left out. The remaining arrangements get a short search, and the best of them a whole
-one; then others follow, the best first, while a budget of work lasts. Those whose short search ended more than
-a fifth slower than the best plan are left out.
+one; then others follow, the best first, while a budget of work lasts. Those whose short search ended more
+than a fifth slower than the best plan are left out.
 
 Stages may have several replicas. If all stages have the same number, one replica of the whole pipeline is an
 arrangement like any other (`planner.replicas`). If the numbers differ, `planner.hybrid` estimates the fastest
 plans that fit, whose stages may divide state and recompute in part, and these are simulated
 (`planner.mixed_degrees`).
 
-A large question whose state no device has room for begins with the common plans of the smallest size that gives
-every device a sample. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
+A large question whose state no device has room for begins with the common plans of the smallest size
+that gives every device a sample. If one fits, arrangements with a bound of at least 90 % of its
+seconds are not searched.
 
 Otherwise the result is never slower than that of any arrangement whose search was within the budget; in small
-questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and less
-memory. Schedules that change the numbers, such as asynchronous ones, are used only if requested.
+questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and
+less memory. Schedules that change the numbers, such as asynchronous ones, are used only if requested.
 
 Cost: a bound for each arrangement, some milliseconds, and short searches of a tenth of `joint`'s budget.
 """
@@ -104,8 +105,8 @@ class Trials:
     def best(self, first: Arrangement | None = None) -> Trial | None:
         """Return the fastest plan of all arrangements; if none fits, the one that lacks the least memory.
 
-        The search begins with the arrangement `first`. None if the question is too large for a search and plans of
-        any degrees are known.
+        The search begins with the arrangement `first`. None if the question is too large for a search and
+        plans of any degrees are known.
 
         Raises:
             UsageError: no arrangement can be carried out; the error of one of them.
@@ -523,10 +524,10 @@ def _is_costly(question: Question) -> bool:
 # ---- Alternatives to the fastest plan
 #
 # The fewest devices are found by bisection at the plan's own schedule and microbatch size, over the leanest
-# plans that keep everything (closed forms) and, if these do not fit, over short searches. Fewer than a tenth of
-# the devices would take ten times as long, and are not tried. The leanest plan is the exact planner's, over all
-# examined microbatch sizes, with and without recomputation. For large questions, both would take longer than the
-# plan: they are asked with `fit` and `--objective peak`.
+# plans that keep everything (closed forms) and, if these do not fit, over short searches. Fewer than a tenth
+# of the devices would take ten times as long, and are not tried. The leanest plan is the exact planner's,
+# over all examined microbatch sizes, with and without recomputation. For large questions, both would take
+# longer than the plan: they are asked with `fit` and `--objective peak`.
 
 _CANDIDATES = 2_000_000  # stages up to which all divisions of state are compared
 _MOST_CANDIDATES = 500_000  # stages of whole replicas, up to which alternatives are searched

@@ -67,8 +67,8 @@ class Balance:
 
     For every range: seconds of forward, backward, and the recomputation that remains after the host has taken
     the allowed part of its link. Dynamic programming finds the split with the most even seconds, by the sum
-    of high powers, in which the largest dominate. `devices` have the stages, by default all of the cluster, in
-    any order; those that share a wire to the host share it equally.
+    of high powers, in which the largest dominate. `devices` have the stages, by default all of the cluster,
+    in any order; those that share a wire to the host share it equally.
 
     Cost: that of the lower bound; a few hundredths of a second for 128 blocks in 8 stages.
     """

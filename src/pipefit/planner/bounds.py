@@ -19,10 +19,10 @@ that lend memory for the whole run, as far as the device's links carry the bytes
 after a forward, so at its end the stage's own device holds those of one microbatch that are not recomputed.
 All stages together hold at most the memory of all devices, and a number of seconds is feasible if some split,
 whose stages recompute for as long as their lines allow, holds no more than that. Offloaded gradients and
-parameters must return for the backward, so they use the link as tensors do. Optimizer state elsewhere, or the gradients
-for its update there, pass the link in every update while the stage waits. The device that runs the largest
-layer holds at least its bytes (`LayerCost.least_bytes`), whatever is offloaded. Devices, hosts and disks
-together hold all bytes of all stages.
+parameters must return for the backward, so they use the link as tensors do. Optimizer state elsewhere, or the
+gradients for its update there, pass the link in every update while the stage waits. The device that runs the
+largest layer holds at least its bytes (`LayerCost.least_bytes`), whatever is offloaded. Devices, hosts and
+disks together hold all bytes of all stages.
 
 A stage takes the seconds of its own kind of device, with its budget, and no kind has more stages than
 devices. So the search for a split counts the used devices of each kind: of all ways to divide the first
@@ -182,13 +182,13 @@ def step_bound(question: Question) -> float:
 def simple_bound(question: Question) -> float:
     """Return a lower bound that ignores memory and layers: the work of all blocks, divided in the best way.
 
-    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c_k. Let
-    a device do in a second the work of v seconds on the fastest kind for each block, at most. In T seconds
-    all stages together do at most T / M times the sum of v_k (1 - 1 / M)^k, all of their lines being T, if
-    the fastest P devices come in falling order of v. For this is a linear programme with the dual variables
-    y_k = (v_k - sum over j > k of y_j) / M, which are not negative in falling order; and swapping two
-    neighbours into falling order never lowers the sum of y. An asynchronous schedule does T / M times the sum
-    of v.
+    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M
+    c_k. Let a device do in a second the work of v seconds on the fastest kind for each block, at most.
+    In T seconds all stages together do at most T / M times the sum of v_k (1 - 1 / M)^k, all of their
+    lines being T, if the fastest P devices come in falling order of v. For this is a linear programme
+    with the dual variables y_k = (v_k - sum over j > k of y_j) / M, which are not negative in falling
+    order; and swapping two neighbours into falling order never lowers the sum of y. An asynchronous
+    schedule does T / M times the sum of v.
     """
     how, fastest = question.training, BlockPrices(question)
     kinds = {device.kind.key: device.kind for device in question.cluster.devices}
@@ -510,8 +510,8 @@ class _Bound:
     def _at_once(self, step: float, spare: Floats, within: Within, kind: _Kind) -> Floats:
         """Return the bytes on the device of ranges at the end of each forward.
 
-        All tensors of the microbatch are there that it does not recompute, in `spare` seconds, since they leave
-        after the forward. Parameters that are elsewhere must come back for the next one.
+        All tensors of the microbatch are there that it does not recompute, in `spare` seconds, since they
+        leave after the forward. Parameters that are elsewhere must come back for the next one.
         """
         tensors = kind.prices.kept(within)
         if self._recomputes:

@@ -14,8 +14,8 @@ instant updates. So a result is slower than such plans by at most 1 %, as long a
 is known to fit, the search continues until one does.
 
 Cost: up to 36 simulations for each number of replicas, those without recomputation first; only of plans whose
-memory bound fits, within one budget for all microbatch sizes. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv
-2104.07857; FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
+memory bound fits, within one budget for all microbatch sizes. (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity,
+arXiv 2104.07857; FSDP, VLDB 2023; activation checkpointing, arXiv 1604.06174.)
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def _more_memory(question: Question) -> str:
 def _less_memory(question: Question, judge: Judge, full: float) -> str:
     """Return memory with which the same devices have a plan, by bisection; empty if a split alone fits.
 
-    The bisection lies between the present memory and the memory that the refused plan needs, or a split without
-    compaction. All devices grow in proportion.
+    The bisection lies between the present memory and the memory that the refused plan needs, or a split
+    without compaction. All devices grow in proportion.
     """
     low, high, byte = 1.0, min(_share(question), full), 1 / min(question.cluster.budgets)
     if high <= low:

@@ -127,7 +127,8 @@ class Simulated:
     def _period(self) -> float:
         """Seconds from one microbatch to the next of a synchronous step, by its last stage's backwards.
 
-        By the last ones, or under eager 1F1B, whose last backwards follow each other sooner, by those in the middle.
+        By the last ones, or under eager 1F1B, whose last backwards follow each other sooner, by those in the
+        middle.
         """
         *_, last = devices = self.split.devices
         ends = sorted(end for _, end in self.simulation.backwards_run(last).values())
@@ -363,9 +364,9 @@ class Budget:
 def shortened(question: Question, stages: int) -> Training:
     """Return the training with the number of microbatches that is simulated for plans of so many stages.
 
-    3P + 2 under 1F1B, 6P + 2 under eager 1F1B and 5P under PipeDream; the training itself if that saves little under
-    synchronous schedules, under other schedules, and if the question fixes the recomputation, which may depend on the
-    number of microbatches. GPipe holds more memory for more microbatches.
+    3P + 2 under 1F1B, 6P + 2 under eager 1F1B and 5P under PipeDream; the training itself if that saves
+    little under synchronous schedules, under other schedules, and if the question fixes the recomputation,
+    which may depend on the number of microbatches. GPipe holds more memory for more microbatches.
     """
     how = question.training
     few = {"1f1b": 3 * stages + 2, "eager-1f1b": 6 * stages + 2, "pipedream": 5 * stages}.get(

@@ -78,8 +78,9 @@ class RecipeStep(NamedTuple):
 class Filler:
     """Filler of stages, which caches the peaks of stages that keep everything.
 
-    With `returning`, the run at the end of a stage, whose backward is the first, counts as back for one microbatch at
-    the stage's peak. That decides for stages that hold one microbatch, such as those of sharded data parallelism.
+    With `returning`, the run at the end of a stage, whose backward is the first, counts as back for one
+    microbatch at the stage's peak. That decides for stages that hold one microbatch, such as those of
+    sharded data parallelism.
     """
 
     def __init__(self, evaluator: Evaluator, *, returning: bool = False) -> None:
@@ -105,7 +106,8 @@ class Filler:
     ) -> Evaluation | None:
         """Return the best candidate of a setting; None if its decisions cannot be carried out.
 
-        A setting that is clearly slower than the plan `than`, which fits, or than `below` seconds, is given up.
+        A setting that is clearly slower than the plan `than`, which fits, or than `below` seconds, is given
+        up.
         """
         if setting not in self._filled:
             fastest = min(below, than.seconds if than is not None and than.fits else inf)
@@ -150,7 +152,8 @@ class Filler:
     def _correct(self, needs: list[float], too_few: list[float], evaluation: Evaluation) -> None:
         """Correct the needs of stages by the ledger's result.
 
-        A stage that has room needs less if it can keep a step's bytes, and if so little was not too few before.
+        A stage that has room needs less if it can keep a step's bytes, and if so little was not too few
+        before.
         """
         split, choices = evaluation.candidate
         for stage, (over, choice) in enumerate(zip(evaluation.over, choices, strict=True)):
@@ -221,7 +224,8 @@ class Filler:
     def priced_steps(self, split: Split, stage: int) -> Iterator[RecipeStep]:
         """Yield the steps from recipe to recipe of a stage, the cheapest bytes first.
 
-        Of equal ones those of the last blocks, or of the first blocks with `returning`, which come back the latest.
+        Of equal ones those of the last blocks, or of the first blocks with `returning`, which come back the
+        latest.
         """
         menus, held, result = self.evaluator.stage_menus(split)[stage], self.in_flight(split, stage), []
         sign = 1 if self._returning else -1

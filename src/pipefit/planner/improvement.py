@@ -1,7 +1,7 @@
 """One local search over whole plans: changes of a plan, each simulated, that are kept if the plan is better.
 
-`improved` takes the first better change, `wandered` also changes several stages at random, and `spared` leaves
-out unneeded techniques. Better means fewer missing bytes, then fewer seconds, then a lower peak.
+`improved` takes the first better change, `wandered` also changes several stages at random, and `spared`
+leaves out unneeded techniques. Better means fewer missing bytes, then fewer seconds, then a lower peak.
 
 `Changes` are those of one plan. Blocks go over one cut or over several, or devices change their stages, with
 or without their blocks; a block recomputes more or less, or its tensors move or stay, to the host or to
@@ -59,8 +59,8 @@ def improved(
     """Return the best plan that single changes make of `start`, until the budget ends.
 
     A group of changes is repeated while one is better, then the next group follows. No plan takes less than
-    `at_least` seconds, so the search ends at a plan that is as fast. With `lends`, devices have to lend memory
-    first.
+    `at_least` seconds, so the search ends at a plan that is as fast. With `lends`, devices have to lend
+    memory first.
     """
     changes = Changes(filler, start)
     best, number, without = start, 0, 0
@@ -81,9 +81,9 @@ def improved(
 def wandered(filler: Filler, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
     """Return the best plan that random changes make of `start`, until the budget ends or a plan is that fast.
 
-    Plans that are a little slower are accepted in the beginning, and always plans that are as fast: under many
-    schedules the slowest stage decides, so several stages have to change. (Simulated annealing: Kirkpatrick et
-    al., Science 1983.)
+    Plans that are a little slower are accepted in the beginning, and always plans that are as fast: under
+    many schedules the slowest stage decides, so several stages have to change. (Simulated annealing:
+    Kirkpatrick et al., Science 1983.)
     """
     rng, best, now = Random(0), start, start  # noqa: S311 - no secret
     number = since = 0
@@ -172,7 +172,8 @@ class Changes:
         """Yield groups of candidates.
 
         Other cuts and devices, with all state at a place; one change on all stages; one change on one stage,
-        as it is or with the recomputation that it needs. Only cuts and devices of a plan that keeps everything.
+        as it is or with the recomputation that it needs. Only cuts and devices of a plan that keeps
+        everything.
         """
         idle = self._best.fits and all(choice.idle for choice in self._choices)
         for place in (None, *(self._state_places if not idle else ())):

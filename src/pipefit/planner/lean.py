@@ -124,8 +124,8 @@ def at_hosts(
     """Return the plan that recomputes all blocks and has state at hosts, with one device for each stage.
 
     Hosts update the part `part` of every stage's blocks, rounded down, or hold their state by other `moves`.
-    The split has the lowest peak of stages without that optimizer state; `split_of` returns it if it is known.
-    If this plan does not fit, hardly any does, and it costs one simulation; its steps are the longest.
+    The split has the lowest peak of stages without that optimizer state; `split_of` returns it if it is
+    known. If this plan does not fit, hardly any does, and it costs one simulation; its steps are the longest.
 
     Raises:
         UsageError: the plan cannot be carried out, or is not allowed.

@@ -88,8 +88,9 @@ class BlockPrices:
     def seconds(self, need: Floats, microbatches: float, over: Callable[[Floats], Floats] = ranges) -> Floats:
         """Return the seconds in which ranges free `need` bytes over `microbatches`, the cheapest first.
 
-        If `need` exceeds the bytes that a range can free, the seconds to free all of them. `over` returns the sums
-        over the ranges of `need`, by default all of them, from the sums over the blocks before each edge.
+        If `need` exceeds the bytes that a range can free, the seconds to free all of them. `over` returns the
+        sums over the ranges of `need`, by default all of them, from the sums over the blocks before each
+        edge.
         """
         result = np.zeros_like(need)
         for price, sums in self._classes:
@@ -180,7 +181,8 @@ Runs = tuple[tuple[int, int], ...]
 class Recipe(NamedTuple):
     """Runs of layers of a block to recompute, the bytes freed per microbatch, and the seconds added.
 
-    `last` are the bytes of a run that ends with the block, which come back before any other backward of the block.
+    `last` are the bytes of a run that ends with the block, which come back before any other backward of the
+    block.
     """
 
     runs: Runs = ()
@@ -445,10 +447,10 @@ class StageChoice(NamedTuple):
     they may fill the time in which the device waits for gradients. With `joined`, adjacent runs become one
     run, which keeps only its first inputs but has all of its tensors on the device before its backward.
     `states` are the parts of blocks, by their first layers, with optimizer state on the host; the host
-    updates those in `updates`. Of the blocks without such parts, the gradients of the first `gradients` are on the host
-    between backwards, and the parameters of the first `parameters` between passes. `peers` are the lending
-    devices; they also hold the optimizer state of the parts in `lent`. Tensors of the layers in `staying` stay,
-    although others of their blocks move.
+    updates those in `updates`. Of the blocks without such parts, the gradients of the first `gradients` are
+    on the host between backwards, and the parameters of the first `parameters` between passes. `peers` are
+    the lending devices; they also hold the optimizer state of the parts in `lent`. Tensors of the layers in
+    `staying` stay, although others of their blocks move.
     """
 
     recipes: tuple[int, ...]

@@ -4,7 +4,8 @@ First come whole replicas that keep everything, with neighbouring plans (`planne
 stages that may divide state or recompute in part, so that neither technique makes a plan slower. For many
 blocks on many devices the second search runs only if nothing fits otherwise. If plans take much longer than a
 known plan of another microbatch size, only few are examined. Stages that lack memory are filled
-(`planner.filling`), and the local search of the joint planner improves the best plans (`planner.improvement`).
+(`planner.filling`), and the local search of the joint planner improves the best plans
+(`planner.improvement`).
 
 Cost: a search of `planner.hybrid` for each, and a simulation for every number of stages, from the fewest
 estimated seconds on, until estimates exceed the simulated seconds or a budget of work has ended.
@@ -74,8 +75,8 @@ class _Filled:
     def improved(self, split: Split) -> Evaluation | None:
         """Return the best plan that the local search finds from a split's filled plans; None if none of them fits.
 
-        It first only recomputes, then also uses hosts, then peers, each from the best plan before, so that another
-        technique never makes the plan slower.
+        It first only recomputes, then also uses hosts, then peers, each from the best plan before, so that
+        another technique never makes the plan slower.
         """
         every, best = self._question.means, None
         alone = replace(every, host=False, peers=False, state=False, spill=False)
@@ -149,8 +150,8 @@ def mixed(question: Question, at_most: float = float("inf"), below: float = floa
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
     """Yield plans under other schedules that fit and are faster than all of `known`.
 
-    The fastest known plan under each of them, and the fastest plan of its microbatch size, unless the question is
-    very large.
+    The fastest known plan under each of them, and the fastest plan of its microbatch size, unless the
+    question is very large.
     """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None:

@@ -1,7 +1,7 @@
 """Planning: from a profile, a cluster and a training to a plan.
 
-A planner is a callable `Question -> PlannerResult`, registered in `PLANNERS`. One driver runs it, times it and
-makes the plan (`planner.driver`).
+A planner is a callable `Question -> PlannerResult`, registered in `PLANNERS`. One driver runs it, times it
+and makes the plan (`planner.driver`).
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def answered(
 ) -> Answer:
     """Return the plan of `plan`, and a function that finds its alternatives later; `redone` as in `space_of`.
 
-    `near` is the plan of the same call for devices with more memory, whose bound holds too. Then only its schedule,
-    number of stages and microbatch size are searched, if that finds a plan about as fast.
+    `near` is the plan of the same call for devices with more memory, whose bound holds too. Then only its
+    schedule, number of stages and microbatch size are searched, if that finds a plan about as fast.
 
     Raises:
         UsageError: an unknown name, inconsistent numbers, or a microbatch size that was not profiled.

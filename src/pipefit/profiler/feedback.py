@@ -498,8 +498,8 @@ def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
 class BufferSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that tracks, for every storage, the buffers' storages from which its content was computed.
 
-    - `taken` are the storages that operations took, `written` those that were written to, and `in_place` those
-      of the latter that are not statistics of a norm.
+    - `taken` are the storages that operations took, `written` those that were written to, and `in_place`
+      those of the latter that are not statistics of a norm.
     - `draws` says that random numbers came from another generator than torch's default, `draws_any` that
       there were any.
     - `reads_numbers` says that a number of unknown value was read.

@@ -179,9 +179,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 # gradient; causal kernels skip the blocks above the diagonal, about half of all.
 #
 # cuDNN's tensor-core kernels take channels last. It converts other activations before a convolution, and the
-# result after it (NVIDIA, Convolutional Layers User's Guide). Dense kernels of 3 x 3 and stride 1 have Winograd's
-# transform (Lavin and Gray, 2016). Depthwise kernels of torch and cuDNN take images as they are (ATen's
-# `use_cudnn_depthwise`).
+# result after it (NVIDIA, Convolutional Layers User's Guide). Dense kernels of 3 x 3 and stride 1 have
+# Winograd's transform (Lavin and Gray, 2016). Depthwise kernels of torch and cuDNN take images as they are
+# (ATen's `use_cudnn_depthwise`).
 
 _CONVOLUTION, _CONVOLUTION_BACKWARD = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 

@@ -1,9 +1,10 @@
 """What a recipe needs on a cluster, and which changes of its file would make it fit.
 
-The recipe becomes the plan that its trainer runs: one or several stages, replicas that divide what the file says,
-every block recomputed or none. If that does not fit, the same plan is tried with every combination of recomputation,
-division of state, state on hosts, and smaller microbatches with as much more accumulation. Peaks and seconds are those
-of `pipefit.simulate`; trainers also keep tensors of their own (`docs/against_reality.md`).
+The recipe becomes the plan that its trainer runs: one or several stages, replicas that divide what the file
+says, every block recomputed or none. If that does not fit, the same plan is tried with every combination of
+recomputation, division of state, state on hosts, and smaller microbatches with as much more accumulation.
+Peaks and seconds are those of `pipefit.simulate`; trainers also keep tensors of their own
+(`docs/against_reality.md`).
 """
 
 from __future__ import annotations

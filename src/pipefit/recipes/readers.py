@@ -10,8 +10,8 @@
 
 A `Recipe` is what a file asks for, in pipefit's terms, and how the file says it. Keys are those of the tools'
 documentation in November 2026. A technique that pipefit does not model is refused by its
-key. What makes a prediction approximate is a note of the recipe, and so are keys that are neither read nor known to
-change neither memory nor time.
+key. What makes a prediction approximate is a note of the recipe, and so are keys that are neither read nor
+known to change neither memory nor time.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class Edit:
 class Recipe:
     """A training as a configuration file describes it.
 
-    `model` is a name as on the command line, such as `hf:llama`, and `settings` are its settings. A forward of a
-    device has `samples` samples of `sequence` tokens. A step accumulates `accumulation` of them, or has `global_batch`
-    samples on all devices. `replicas` is the number of data-parallel replicas, None for as many as the devices
-    allow; they divide `shard`. `copies` is the number of such groups of replicas, None for one on every host. `edits`
-    are the changes that the file can express, and `reread` returns the recipe of the file with other values of some
-    keys. `notes` say how the file was read where it leaves something open.
+    `model` is a name as on the command line, such as `hf:llama`, and `settings` are its settings. A
+    forward of a device has `samples` samples of `sequence` tokens. A step accumulates `accumulation` of
+    them, or has `global_batch` samples on all devices. `replicas` is the number of data-parallel replicas,
+    None for as many as the devices allow; they divide `shard`. `copies` is the number of such groups of
+    replicas, None for one on every host. `edits` are the changes that the file can express, and `reread`
+    returns the recipe of the file with other values of some keys. `notes` say how the file was read where
+    it leaves something open.
     """
 
     tool: str
@@ -174,8 +175,8 @@ _APPROXIMATE = {
     "model.converters": "converted layers save other tensors than predicted here",
     "activation_offloading": "offloaded tensors are read as kept, so the peak is an upper bound",
 }  # fmt: skip
-# Keys that change neither memory nor time: with a word for rates, durations, data, files or logs; others by name; and
-# what most FSDP and DeepSpeed files have
+# Keys that change neither memory nor time: with a word for rates, durations, data, files or logs; others by
+# name; and what most FSDP and DeepSpeed files have
 _SILENT = re.compile(
     r"(.*[._])?(alpha|assets|attention|attn|betas|chat|checkpoint|ckpt|clipping|comet|dataloader|datasets?|decay|dir|do|"
     r"dump|epochs?|eps|epsilon|evals?|folder|freq|hub|interval|job|label|learning|log|logger|logging|loss|lr|metrics?|"
@@ -532,8 +533,8 @@ def _trainer(
 ) -> Recipe:  # fmt: skip
     """Return the recipe of a file that becomes `transformers.TrainingArguments`.
 
-    `weights` is the precision of all weights if the tool casts them; None for float32 ones. `recompute` is the tool's
-    default.
+    `weights` is the precision of all weights if the tool casts them; None for float32 ones.
+    `recompute` is the tool's default.
     """
     division = _division(keys)
     half = "float16" if _is_on(keys.get("fp16")) else "bfloat16" if _is_on(keys.get("bf16")) else None

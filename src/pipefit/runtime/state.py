@@ -132,8 +132,8 @@ def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
 class StateKey(NamedTuple):
     """Key of one state tensor.
 
-    It is a tensor of the `model`, a `master` copy, an `optimizer` tensor, called `state` there, or a tensor that
-    a layer has `held` outside of its state dict.
+    It is a tensor of the `model`, a `master` copy, an `optimizer` tensor, called `state` there, or a tensor
+    that a layer has `held` outside of its state dict.
     """
 
     kind: Literal["model", "master", "optimizer", "held"]
@@ -147,8 +147,8 @@ class StageState:
 
     `tensors` has parameters and buffers; `optimizer` has the optimizer's tensors of every parameter, by their
     names in the optimizer; `master_weights` has the float32 copies of parameters; `numbers` has non-tensor
-    optimizer state of a parameter, such as the count of its updates; `held` has tensors of layers that are in no
-    state dict.
+    optimizer state of a parameter, such as the count of its updates; `held` has tensors of layers that are in
+    no state dict.
     """
 
     tensors: Mapping[str, Tensor]

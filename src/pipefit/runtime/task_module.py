@@ -1,15 +1,16 @@
 """The task's module: it has the trained numbers after every step, or raises an error when they are read.
 
 Stages may keep a part of each parameter (tensor shards), some of the parameters (ZeRO-sharded replicas), none
-between passes (offloaded parameters), or several copies of each (replicas), which all need the user's changes.
+between passes (offloaded parameters), or several copies of each (replicas), which all need the user's
+changes.
 
-If one process trains all such stages, it trains a copy of the module. After every step, even a failed one, the
-module gets the numbers of the copy; before every step the copy gets numbers that the user has changed in the
-module. So the module can be used as if it were trained in place. This costs the module's memory, in addition to
-the memory of the plan's devices, and two passes over its numbers per step.
+If one process trains all such stages, it trains a copy of the module. After every step, even a failed one,
+the module gets the numbers of the copy; before every step the copy gets numbers that the user has changed in
+the module. So the module can be used as if it were trained in place. This costs the module's memory, in
+addition to the memory of the plan's devices, and two passes over its numbers per step.
 
-A worker trains its own stages only. Tensors of the module that it lacks are replaced by tensors without memory,
-which know their shapes and raise an error when their numbers are read.
+A worker trains its own stages only. Tensors of the module that it lacks are replaced by tensors without
+memory, which know their shapes and raise an error when their numbers are read.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ _KNOWN = {
 class Absent(Tensor):
     """A parameter or buffer without memory, in place of one that this process lacks.
 
-    Its shape, strides, dtype and device are known; everything that reads numbers raises an error. Copying whole
-    numbers into it, as `load_state_dict` does, puts a tensor with these numbers in its place.
+    Its shape, strides, dtype and device are known; everything that reads numbers raises an error. Copying
+    whole numbers into it, as `load_state_dict` does, puts a tensor with these numbers in its place.
     """
 
     _name: str  # in messages

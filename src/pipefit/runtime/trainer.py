@@ -170,9 +170,9 @@ class Trainer:
     Args:
         task: the task to train. An existing module is trained in place; if a single process trains
             replicas, or stages without whole parameters, a copy is trained and the module is updated after
-            every step; on several workers, tensors that a worker lacks raise an error (`runtime.task_module`). A
-            factory is called after `torch.manual_seed(seed)`. With several workers, the first one sends its
-            weights to the others.
+            every step; on several workers, tensors that a worker lacks raise an error
+            (`runtime.task_module`). A factory is called after `torch.manual_seed(seed)`. With several
+            workers, the first one sends its weights to the others.
         plan: a plan for this task, or for a task with the same fingerprint.
         callbacks: called with a `StepReport` after every step.
         supervision: hooks of a supervisor.

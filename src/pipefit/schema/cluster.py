@@ -319,7 +319,8 @@ class Cluster:
     def _route(self, source: Member, target: Member) -> Route:
         """Return the fastest link between two members, or the path through their hosts if there is none.
 
-        Devices of one host also take the path through it if that is faster, such as PCIe next to a slow network.
+        Devices of one host also take the path through it if that is faster, such as PCIe next to a slow
+        network.
         """
         own, others = (self._links_of.get(member, {}) for member in (source, target))
         links = [(number, link) for number, link in own.items() if number in others]

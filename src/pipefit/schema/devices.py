@@ -245,15 +245,15 @@ class Overheads:
 class DeviceKind:
     """Peak figures of a kind of device, and the shares that kernels reach (`timing`).
 
-    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `tf32` is the rate of float32 products on
-    tensor cores, which torch uses for convolutions by default. `memory_bandwidth` is in bytes per second.
-    `flops_reached` is the share of the peak that large products reach, by dtype, and `attention_reached` the
-    share of that rate that fused attention reaches. `bandwidth_reached` is the share that large elementwise
-    kernels reach, unless they are bound by `elements_per_second`: kernels load few elements at a time, so on a
-    device with high bandwidth small dtypes reach less of it. None means no such bound. `operation_seconds` is
-    the fixed cost of every operation. A GPU computes products in tiles, one on each of its
-    `multiprocessors`; None means that products are not divided. `overheads` is the non-tensor memory of a
-    process, for GPUs.
+    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `tf32` is the rate of float32 products
+    on tensor cores, which torch uses for convolutions by default. `memory_bandwidth` is in bytes per
+    second. `flops_reached` is the share of the peak that large products reach, by dtype, and
+    `attention_reached` the share of that rate that fused attention reaches. `bandwidth_reached` is the
+    share that large elementwise kernels reach, unless they are bound by `elements_per_second`: kernels load
+    few elements at a time, so on a device with high bandwidth small dtypes reach less of it. None means no
+    such bound. `operation_seconds` is the fixed cost of every operation. A GPU computes products in tiles,
+    one on each of its `multiprocessors`; None means that products are not divided. `overheads` is the
+    non-tensor memory of a process, for GPUs.
 
     Raises:
         UsageError: a figure that is not positive, no FLOP/s figure, an unknown dtype, a share above 1, or a
@@ -420,7 +420,8 @@ class Link:
     `bytes_per_second` is one lane's rate in one direction, from the data sheet. Copies reach the share
     `efficiency` of it, and the share `duplex` of that while the opposite direction is busy: 1 if the
     directions are independent, 0.5 if they alternate. Links with the same `wire` share it. A switch that
-    reduces data itself (NVLink SHARP) reaches the share `reduces` of its rate in an all-reduce; 0 if it does not.
+    reduces data itself (NVLink SHARP) reaches the share `reduces` of its rate in an all-reduce; 0 if it does
+    not.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.

@@ -144,7 +144,8 @@ class Fit:
     """The `sense` value of the `grown` quantity with a plan that fits, and the next value, for which none was found.
 
     `beyond` is None if no further value was allowed or the model refused it; `refused` has the reasons.
-    `impossible` has the proofs that values do not fit, and `searched` says which plans were tried for `beyond`.
+    `impossible` has the proofs that values do not fit, and `searched` says which plans were tried for
+    `beyond`.
     """
 
     grown: str  # a setting of the model, or batch, devices, memory
@@ -304,10 +305,11 @@ class Overview:
 
     `sizes` are the microbatch sizes that were tried while smaller ones fit.
 
-    `replicated` are the plans of all devices as replicas, if the model allows them. If no plan fits and none is
-    proven impossible, `divided` is the leanest plan found with layers divided between tensor-parallel ranks.
-    `impossible` says why no plan fits, if that is proven. `filled` is the peak of the limiting device by
-    category, in bytes, and `loss_bytes` are the least bytes of a device that the loss alone needs for one sample.
+    `replicated` are the plans of all devices as replicas, if the model allows them. If no plan fits and
+    none is proven impossible, `divided` is the leanest plan found with layers divided between
+    tensor-parallel ranks. `impossible` says why no plan fits, if that is proven. `filled` is the peak of
+    the limiting device by category, in bytes, and `loss_bytes` are the least bytes of a device that the
+    loss alone needs for one sample.
     """
 
     cluster: Cluster

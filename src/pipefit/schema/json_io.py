@@ -133,8 +133,8 @@ class FitAnswer(TypedDict):
 class GrowthAnswer(TypedDict):
     """`pipefit fit --grow`; `refused` has the reason for each value that the model refuses.
 
-    `impossible` has the proofs that values do not fit. For other values beyond `value`, no plan was found among
-    those that `searched` names.
+    `impossible` has the proofs that values do not fit. For other values beyond `value`, no plan was found
+    among those that `searched` names.
     """
 
     model: str

@@ -1,8 +1,8 @@
 """JSON texts as checked types.
 
 A text is read twice. `json` parses it and finds what pydantic overlooks: keys that appear twice, objects with
-thousands of keys, and the place of a syntax error. Then pydantic checks it, in strict mode: `"3"` is not 3 and
-`true` is not 1. Checking ends at the first wrong element of a list, because collecting the mistakes of a
+thousands of keys, and the place of a syntax error. Then pydantic checks it, in strict mode: `"3"` is not 3
+and `true` is not 1. Checking ends at the first wrong element of a list, because collecting the mistakes of a
 malicious text takes gigabytes. Reading needs at most eighty times the size of the text.
 """
 

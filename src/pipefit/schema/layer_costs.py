@@ -108,17 +108,18 @@ class KernelMemory:
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
-# Kernels that reach another rate than matrix products: fused attention, convolutions, those for which Winograd's
-# transform exists, depthwise ones, and conversions of activations to channels last, which only tensor cores need
+# Kernels that reach another rate than matrix products: fused attention, convolutions, those for which
+# Winograd's transform exists, depthwise ones, and conversions of activations to channels last, which only
+# tensor cores need
 Family = Literal["", "attention", "convolution", "winograd", "depthwise", "layout"]
 
 
 class Alike(NamedTuple):
     """`number` identical operations, with the floating-point operations and moved bytes of each.
 
-    `dtype` is that of the first floating-point operand; empty if there is none, or if unknown. `family` is that
-    of its kernel. `product` is the size of a matrix product: matrices, rows and columns of each result, and
-    terms of each sum; empty for other operations.
+    `dtype` is that of the first floating-point operand; empty if there is none, or if unknown. `family` is
+    that of its kernel. `product` is the size of a matrix product: matrices, rows and columns of each result,
+    and terms of each sum; empty for other operations.
     """
 
     number: int

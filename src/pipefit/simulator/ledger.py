@@ -46,8 +46,8 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int, away: BytesAway = NOTH
     """Return the bytes of a device before the first step.
 
     Parameters and buffers and optimizer state that exists before the first update, less what is `away` of
-    these; the memory in which the losses are summed; receive buffers for all microbatches, if its engine has them;
-    and the arenas that the device lends.
+    these; the memory in which the losses are summed; receive buffers for all microbatches, if its engine has
+    them; and the arenas that the device lends.
     """
     rests = list(stages)
     parameters = sum(rest.parameter_bytes for rest in rests) - away.parameters

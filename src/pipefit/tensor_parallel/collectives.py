@@ -59,7 +59,8 @@ class Loan:
     def settle(self) -> None:
         """End the loan, and wait until no thread holds its tensors.
 
-        A thread drops them under the interpreter's lock. A backward that runs meanwhile would free memory later.
+        A thread drops them under the interpreter's lock. A backward that runs meanwhile would free memory
+        later.
         """
         self.wait()
         left = [ref(memory) for memory in self._held]

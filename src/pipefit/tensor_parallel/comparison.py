@@ -61,8 +61,8 @@ from pipefit.units import format_bytes
 # ---- Shorter batches for traced layers, so that large layers can be compared cheaply
 #
 # A traced layer holds sequence lengths as arguments of its operations. A shortened copy has the short batch's
-# lengths instead, in whole layers as in divided ones; all other arguments are unchanged. If an equal number means
-# something else, the shortened layer fails, or both layers compute something else.
+# lengths instead, in whole layers as in divided ones; all other arguments are unchanged. If an equal number
+# means something else, the shortened layer fails, or both layers compute something else.
 
 _SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and experts of a token at most
 

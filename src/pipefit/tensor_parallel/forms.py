@@ -2,8 +2,8 @@
 
 A value has one of three forms. R, replicated: every rank has the whole value, and its whole gradient. C,
 replicated with a partial gradient: every rank has the whole value, but the gradients that the ranks compute
-must be summed. `DimSplit`: every rank has a part of one dimension, and of the gradient too. Partial sums do not
-have a form: the operation that makes them ends with their sum.
+must be summed. `DimSplit`: every rank has a part of one dimension, and of the gradient too. Partial sums do
+not have a form: the operation that makes them ends with their sum.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _rows(tensor: Tensor, dim: int, count: int) -> Tensor:
 
 # ---- Shards of parameters and buffers, and conversions to and from whole tensors, exact to the bit
 #
-# A `TensorShard` is plain data: ranges of one dimension of the whole tensor, in the rank's order. Gradients and
-# optimizer states of a parameter are divided like the parameter, so the same functions serve them.
+# A `TensorShard` is plain data: ranges of one dimension of the whole tensor, in the rank's order. Gradients
+# and optimizer states of a parameter are divided like the parameter, so the same functions serve them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

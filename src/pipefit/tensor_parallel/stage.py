@@ -2,8 +2,8 @@
 
 `shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. A rank has the same number
 of layers, with the same names. Its parameters and buffers have the same names too, and are the parts given by
-their `TensorShard`. Inputs and outputs of the stage are replicated. Ranks that plan independently compare their
-`digest`.
+their `TensorShard`. Inputs and outputs of the stage are replicated. Ranks that plan independently compare
+their `digest`.
 """
 
 from __future__ import annotations

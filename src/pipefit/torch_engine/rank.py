@@ -334,7 +334,8 @@ class EngineRank:
     def _update(self) -> None:
         """Sum gradients over copies and replicas, clip them, step the optimizers, and free the gradients.
 
-        If replicas divide optimizer state, the owner of a layer gets the sum, updates the layer, and sends it.
+        If replicas divide optimizer state, the owner of a layer gets the sum, updates the layer, and sends
+        it.
         """
         some_absent = may_be_absent(self.plan.profile)
         for stage in self.modules:

@@ -253,10 +253,10 @@ def _gradients(values: Sequence[Value]) -> tuple[Tensor | None, ...]:
 
 # ---- State that replicas divide
 #
-# FSDP2 shards the parameters of a stage over its replicas, layer by layer. torch's engine keeps gradients whole,
-# and parameters gathered, from a stage's backward to its next forward: it reduces gradients after the stage's last
-# backward. So replicas that divide gradients gather parameters once in a step, and those that divide parameters
-# gather them for every forward.
+# FSDP2 shards the parameters of a stage over its replicas, layer by layer. torch's engine keeps gradients
+# whole, and parameters gathered, from a stage's backward to its next forward: it reduces gradients after the
+# stage's last backward. So replicas that divide gradients gather parameters once in a step, and those that
+# divide parameters gather them for every forward.
 
 
 class _Gather:

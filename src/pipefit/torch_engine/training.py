@@ -473,8 +473,8 @@ def pipeline(
         plan: a plan for this task.
         seed: seed of weights and dropout.
         timeout_seconds: limit for messages between workers.
-        numbers: first compare a traced model with its chain, and two steps of the plan with plain training, as
-            `pipefit.Trainer` does.
+        numbers: first compare a traced model with its chain, and two steps of the plan with plain training,
+            as `pipefit.Trainer` does.
 
     Raises:
         FileError: the plan was made for another model.
@@ -486,7 +486,8 @@ def pipeline(
 class Record:
     """The peaks of a rank, by the action that the engine begins last, and the times of forwards and backwards.
 
-    Memory that an action leaves behind gets a category: activations after a forward, gradients after a backward.
+    Memory that an action leaves behind gets a category: activations after a forward, gradients after a
+    backward.
 
     Args:
         meter: counts the device's bytes; None counts nothing.

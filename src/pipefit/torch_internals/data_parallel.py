@@ -76,8 +76,8 @@ class AbsentPeers(ProcessGroup):
 class _Reducer:
     """A reducer that keeps its first buckets.
 
-    The real one orders parameters anew after the first backward. It reads its peers' order, and its buckets have
-    as many bytes as before.
+    The real one orders parameters anew after the first backward. It reads its peers' order, and its buckets
+    have as many bytes as before.
     """
 
     def __init__(self, reducer: Any) -> None:

@@ -113,8 +113,8 @@ def is_of_message(error: RuntimeError) -> bool:
 
 # ---- One rank without its peers
 #
-# torch's own `fake` process group returns handles that hold nothing. Those of gloo and NCCL keep the tensors of
-# a message alive until the caller drops them, and the engine holds some until the end of a step.
+# torch's own `fake` process group returns handles that hold nothing. Those of gloo and NCCL keep the tensors
+# of a message alive until the caller drops them, and the engine holds some until the end of a step.
 
 _ALONE = "pipefit-alone"
 

@@ -1,16 +1,16 @@
 """The pass that exchanges messages as `torch.distributed.pipelining` does, and plans that this engine cannot run.
 
-That engine waits for each message where it needs it. A WAIT for a send stands where the engine drops the message's
-tensors: 1F1B drops them one forward, or one backward, later; GPipe and orders that run as actions keep every handle
-until the end of the step.
+That engine waits for each message where it needs it. A WAIT for a send stands where the engine drops the
+message's tensors: 1F1B drops them one forward, or one backward, later; GPipe and orders that run as actions
+keep every handle until the end of the step.
 
     LOAD of all microbatches      the whole batch is on the device during the step
     RECV, WAIT                    before the forward or backward that needs it
     F[m] SEND_F[m]                the outputs stay until B[m] has ended, and under 1F1B until F[m+1] has
     B[m] SEND_B[m]                the gradients stay, under 1F1B until B[m+1] has ended
 
-Since torch 2.15, outputs stay until they are sent: under 1F1B until F[m+1] has ended or a backward begins, under GPipe
-until all forwards have ended, and in orders that run as actions until B[m] has ended.
+Since torch 2.15, outputs stay until they are sent: under 1F1B until F[m+1] has ended or a backward begins,
+under GPipe until all forwards have ended, and in orders that run as actions until B[m] has ended.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def _dropped(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
 def _dropped_by_1f1b(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
     """Yield the passes whose tensors 1F1B drops when a pass is over, before torch 2.15.
 
-    The handle of the last send of the warm-up but one stays until the warm-up's forwards are all that is left.
+    The handle of the last send of the warm-up but one stays until the warm-up's forwards are all that is
+    left.
     """
     kind, stage, microbatch = over
     warm_up, count = len(plan.stages) - stage, plan.training.microbatches
@@ -181,9 +182,9 @@ def _dropped_by_1f1b(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
 # ---- Replicas that divide gradients or parameters, by FSDP2
 #
 # A pass gathers the parameters that are not on the device, layer by layer, within itself: an UNSHARD with its
-# microbatch before it has their time. Before a stage's first pass, orders that run as actions gather the whole stage,
-# and free it again if three other stages come first: UNSHARD and RESHARD without a microbatch. Gradients are reduced
-# once, after a stage's last backward.
+# microbatch before it has their time. Before a stage's first pass, orders that run as actions gather the
+# whole stage, and free it again if three other stages come first: UNSHARD and RESHARD without a microbatch.
+# Gradients are reduced once, after a stage's last backward.
 
 _ACTIVE = 3  # stages of a rank that torch keeps gathered
 _PASSES = COMPUTE - {Kind.STEP}

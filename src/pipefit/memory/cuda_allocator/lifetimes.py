@@ -214,10 +214,10 @@ class Lifetimes:
 
 
 # ---- Planned addresses
-# Every tensor gets an address in one arena for its whole life: the largest first, each in the smallest gap that
-# suffices among the tensors that live at the same time. Tensors that live long may go first, since they divide
-# the arena for many others. (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference",
-# 2020, place by size.)
+# Every tensor gets an address in one arena for its whole life: the largest first, each in the smallest gap
+# that suffices among the tensors that live at the same time. Tensors that live long may go first, since they
+# divide the arena for many others. (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
+# Inference", 2020, place by size.)
 
 _ALIGNMENT = 512  # bytes, as in CUDA's caching allocator
 _LONG = 1.0, 0.05, 0.02  # parts of the run: tensors that live longer are placed first
@@ -273,9 +273,9 @@ def with_enough(
 ) -> CachingAllocator | None:
     """Return the allocator of a device with just enough memory, to a segment, if `memory` is too little.
 
-    `taken` are the bytes that others take of it. Return None if no memory suffices. An allocator that runs out
-    of memory releases its unused segments and retries: with unlimited memory it would reserve more than it
-    needs.
+    `taken` are the bytes that others take of it. Return None if no memory suffices. An allocator that runs
+    out of memory releases its unused segments and retries: with unlimited memory it would reserve more than
+    it needs.
 
     Bisection, which replays only capacities whose answer is not known. The highest sum of rounded bytes needs
     that much. A replay that fails also fails with more memory, as long as the driver refuses the same

@@ -5,9 +5,9 @@ choice of devices (`hybrid.programme`), with every state that replicas may divid
 closed form's, equal to the simulator's to the byte. If replicas divide state, a lower bound
 (`hybrid.divided_state`) replaces it until a plan has such a stage; the stage's program is then read, and the
 search is repeated with that peak. So the last plan is optimal, unless a limit of work ends the search first.
-Seconds are estimates: they leave out messages, and assume that reductions at the end of a step are hidden by its
-last backward. Collectives of every microbatch count as far as the pass beside them is shorter. Exact seconds
-need a simulation.
+Seconds are estimates: they leave out messages, and assume that reductions at the end of a step are hidden by
+its last backward. Collectives of every microbatch count as far as the pass beside them is shorter. Exact
+seconds need a simulation.
 """
 
 from __future__ import annotations

@@ -224,9 +224,9 @@ class DegreeTables:
     def divided_seconds(self, of: StageSeconds, group: Group, shard: Sharding) -> DividedSeconds:
         """Return the seconds of a microbatch and of the end of a step, for a `group` of replicas.
 
-        If replicas divide gradients or parameters, every block has its own collectives. A gather runs beside the pass
-        of the block before, a reduction beside the next pass. Parameters of the first block stay from a backward to
-        the next forward, and those of the last block from a forward to its backward.
+        If replicas divide gradients or parameters, every block has its own collectives. A gather runs beside
+        the pass of the block before, a reduction beside the next pass. Parameters of the first block stay
+        from a backward to the next forward, and those of the last block from a forward to its backward.
         """
         whole = of.forward + of.backward
         if shard == "none":

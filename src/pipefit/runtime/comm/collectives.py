@@ -128,8 +128,8 @@ def _trained(stage: StageRunner, layer: int, apart: Container[int]) -> list[nn.P
 # another, but its message always has room for one. Zeros would train other numbers: plain training leaves a
 # parameter without a gradient unchanged, but an optimizer with momentum or decay moves one whose gradient is
 # zero. So the room is filled with a number that no operation makes: a signalling NaN, because any result is a
-# quiet NaN. Only plans of models with assumptions about values (`capture.whole_modules`) are checked for it; it
-# takes no memory.
+# quiet NaN. Only plans of models with assumptions about values (`capture.whole_modules`) are checked
+# for it; it takes no memory.
 #
 # In sums over replicas the room is filled with -0.0: only a sum of -0.0 alone is -0.0. Present gradients
 # contain none, because -0.0 + 0.0 is 0.0.

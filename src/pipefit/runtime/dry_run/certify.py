@@ -77,10 +77,10 @@ def certify(
     and reserved bytes of a GPU (`DeviceTrace.allocator`). They depend on the position of each block, so the
     allocations of executed layers are repeated for all others (`runtime.dry_run.devices`).
 
-    Processes that do not fit are simulated with just enough memory. Without `each`, the devices of which the plan
-    predicts the fullest memory run first, and the others only if the processes of these fit. Then allocators of a
-    stage's devices are simulated from the one with the most tensors on, until one does not fit. The trace has no
-    allocator of the others.
+    Processes that do not fit are simulated with just enough memory. Without `each`, the devices of which the
+    plan predicts the fullest memory run first, and the others only if the processes of these fit. Then
+    allocators of a stage's devices are simulated from the one with the most tensors on, until one does not
+    fit. The trace has no allocator of the others.
 
     With `chains` of the task, the model is not traced for numbers of samples that they have.
 
@@ -207,7 +207,8 @@ class Rehearsal:
             short = self._shortened(fake, folding, every)
             ran = self._beside_each_other(fake, partial(self._run, fake, short, folding), every)
             if not ran.alike and short.repeats:
-                # Layers that seemed equal may differ; the chain is made again because its layers were trained.
+                # Layers that seemed equal may differ; the chain is made again because its layers were
+                # trained.
                 run = partial(self._run, fake, self._everything(fake), folding)
                 ran = self._beside_each_other(fake, run, every)
         return ran if ran.alike else self._whole(fake)

@@ -34,8 +34,8 @@ from pipefit.texts import dtype_name
 
 # ---- Pieces of tensors in blocks
 #
-# The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m blocks are
-# at most k + m - 1 pieces, and each piece is one copy. (MPress, D2D swap.)
+# The tensors of a bundle lie in its blocks one after the other, as one row of bytes: k tensors in m blocks
+# are at most k + m - 1 pieces, and each piece is one copy. (MPress, D2D swap.)
 
 
 class TensorPiece(NamedTuple):
