@@ -74,7 +74,7 @@ class Sending(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """How rings and trees send; over several hosts each hop of a ring takes at least the seconds of `posting` it."""
+    """How rings and trees send; over several hosts each hop of a ring takes at least `posting` seconds."""
 
     ring: Sending
     tree: Sending
@@ -356,7 +356,7 @@ def _double_trees(
     nbytes: int,
     protocols: Sequence[Protocol],
 ) -> Iterator[LinkCollective]:
-    """Yield an all-reduce up and down two trees over the members of several hosts, in every channel and protocol."""
+    """Yield an all-reduce up and down two trees over several hosts, in every channel and protocol."""
     hops, ways = list[Hop](), list[list[tuple[int, int]]]()
     for chains in channels:
         for parents, part in zip(_trees(chains), (nbytes - nbytes // 2, nbytes // 2), strict=True):
@@ -468,7 +468,7 @@ def _part_in_tiles(product: tuple[int, ...], multiprocessors: int | None, on_ten
 
 
 def _rate(kind: DeviceKind, dtype: str, family: Family) -> float:
-    """Return the FLOP/s that large operations of a family reach; 0 for conversions that the device does not need."""
+    """Return the FLOP/s that large operations of a family reach; 0 for conversions that a device omits."""
     if family == "depthwise":  # bound by loads, and on no tensor cores
         return 2 * (kind.elements_per_second or kind.peak_flops("float32") * DEPTHWISE_REACHED / 2)
     own = _arithmetic(kind, dtype, family)

@@ -307,7 +307,7 @@ class EqualBlocks:
         return f"{self.path}." if self.path else ""
 
     def block(self, path: str) -> str:
-        """Return the name of the block at `path`, around it, or of the layer with that name; empty if none is."""
+        """Return the block at `path` or around it, or the layer of that name; empty if there is none."""
         if not path.startswith(self.around):
             return ""
         name = plain(path)[len(self.around) :].partition(".")[0]
@@ -319,9 +319,7 @@ class EqualBlocks:
 
 
 def rows_of(module: nn.Module, enough: int = 2) -> list[EqualBlocks]:
-    """Return the lists of blocks that a copy can shorten to `enough` blocks of a kind, except lists in left-out
-    blocks.
-    """
+    """Return lists, not in left-out blocks, that a copy can shorten to `enough` blocks of a kind."""
     result = list[EqualBlocks]()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and not any(
@@ -427,7 +425,7 @@ def _kinds(blocks: Sequence[nn.Module | None]) -> list[object]:
 
 
 def _settings(block: nn.Module) -> Iterator[tuple[object, object]]:
-    """Yield settings of a block's modules by their names: strings, booleans, integers, None, and tuples of these."""
+    """Yield settings of a block's modules by their names: strings, integers, booleans, None, and tuples."""
     plain_types = str | bool | int | None
     for path, part in block.named_modules():
         for name, value in vars(part).items():

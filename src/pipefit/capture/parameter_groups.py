@@ -148,7 +148,7 @@ def _couples(task: Task, kinds: Sequence[ParameterKind]) -> bool:
 def kinds_of(
     groups: Sequence[Sequence[dict[str, Any]]], divided: Callable[[nn.Parameter], int | None] = lambda _: None
 ) -> list[ParameterKind]:
-    """Return the kinds of parameters in the groups of layers, each once; `divided` returns divided dimensions."""
+    """Return all kinds of parameters in layers' groups, once each; `divided` returns divided dimensions."""
     result: list[ParameterKind] = []
     for group in (group for of_layer in groups for group in of_layer):
         wanted = {key: value for key, value in group.items() if key != "params"}
@@ -180,7 +180,7 @@ def trained(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> list[Trained]:
-    """Train small parameters of these kinds for some steps by one optimizer with shared groups, or by one each.
+    """Train small parameters of these kinds a few steps by one optimizer with shared groups, or by one each.
 
     With `parts`, only those parts are trained that the first of two ranks has. `seed` is that of torch's
     draws.

@@ -135,7 +135,7 @@ class MeanDraws(_Mode):  # type: ignore[no-untyped-call]
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator draws random numbers: not for dropout of nothing or in evaluation."""
+    """Return whether an operator's call draws random numbers: not for dropout of nothing or in evaluation."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     arguments = func._schema.arguments

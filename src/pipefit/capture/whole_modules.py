@@ -132,7 +132,7 @@ def updating(number: int = NUMBERS[0]) -> AbstractContextManager[None]:
 
 
 def otherwise() -> AbstractContextManager[None]:
-    """Assume the opposite in the body: no condition holds, masks select half, and numbers are 2 or hardly 0."""
+    """Assume the opposite in the body: conditions fail, masks select half, and numbers are 2 or hardly 0."""
     return _set(_otherwise, True)
 
 

@@ -343,7 +343,7 @@ def _touched(plan: Plan, what: Offloadable | None) -> set[int]:
 
 
 def _module(plan: Plan, layer: int) -> str:
-    """Return Megatron's module of a layer, from the usual names of decoders' modules; empty if there is none."""
+    """Return Megatron's module of a layer, by usual names of decoders' modules; empty if there is none."""
     *path, last = plan.profile.layers[layer].partition("@")[0].split(".")
     if _NORM.search(last):
         return "layernorm"

@@ -66,7 +66,7 @@ class Replicas:
 
     @property
     def half(self) -> str:
-        """The half precision that a trainer switches on, `bf16` or `fp16`; empty if the model has its own dtype."""
+        """Half precision that a trainer switches on, `bf16` or `fp16`; empty if the model has its own."""
         precision = self.plan.training.precision
         return {"bfloat16": "bf16", "float16": "fp16"}[precision.split("-")[1]] if "-" in precision else ""
 
@@ -78,7 +78,7 @@ def _replicas(
     offloads_too: tuple[Offloadable, ...] = (),
     **other: Any,
 ) -> Replicas:
-    """Return the plan's replicas, and choose the engine that can train them; its abilities may be `other` in a tool.
+    """Return the plan's replicas, and choose an engine to train them; a tool may have `other` abilities.
 
     Raises:
         UsageError: no engine of the tool does; says why, and what to plan instead.
@@ -229,7 +229,7 @@ def lightning_arguments(plan: Plan) -> str:
 
 
 def deepspeed_config(plan: Plan) -> str:
-    """Return a configuration of DeepSpeed, JSON: for ZeRO, or for its pipeline engine if the plan has several stages.
+    """Return DeepSpeed's configuration in JSON: for ZeRO, or for pipelines if the plan has several stages.
 
     Raises:
         UsageError: DeepSpeed does not support the plan; says why, and what to plan instead.
@@ -271,6 +271,6 @@ def _deepspeed(replicas: Replicas) -> dict[str, Any]:
 
 
 def _zero_stage(replicas: Replicas) -> int:
-    """Return DeepSpeed's stage of ZeRO: offloading optimizer state needs one, and offloading parameters the third."""
+    """Return DeepSpeed's stage of ZeRO, at least 1 to offload optimizer state and 3 to offload parameters."""
     least = 3 if "parameters" in replicas.offloads else 1 if replicas.offloads else 0
     return max(SHARDINGS.index(replicas.plan.stages[0].grid.shard), least)

@@ -80,7 +80,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
 
 
 def with_loss(fingerprinted: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
-    """Return `fingerprinted` with the loss, which runs once over fake tensors like its inputs in `measurement`.
+    """Return `fingerprinted` with the loss, run once over fake tensors like its inputs in `measurement`.
 
     Raises:
         UsageError: the loss fails on them.
@@ -125,7 +125,7 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_and_tensors(module: nn.Module, known: dict[object, tuple[object, str]]) -> tuple[object, str]:
-    """Return the settings of a layer, of a traced one those of its whole modules, and a digest of its tensors.
+    """Return the settings of a layer, or of a traced one's whole modules, and a digest of its tensors.
 
     `known` has them for layers so far, by their keys.
     """

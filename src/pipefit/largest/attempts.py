@@ -204,7 +204,7 @@ def likely(looks: Mapping[int, Look], at_least: int) -> int:
 
 
 def _is_hopeless(looks: Mapping[int, Look], way: str, value: int) -> bool:
-    """Return whether a way of planning fills a device or host long before this value, by two looks or more."""
+    """Return whether two looks or more show that a way of planning fills memory long before this value."""
     known = _known(looks, way)
     return len(known) > 1 and value > _HOPELESS * _reached(known)
 

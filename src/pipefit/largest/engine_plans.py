@@ -66,7 +66,7 @@ def plan_for_torch(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks 
 
 
 def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None) -> Plan:
-    """Return a plan with these options that fits on torch's engine; the errors are those of `plan_for_torch`."""
+    """Return a plan with these options that fits on torch's engine; errors are those of `plan_for_torch`."""
     trials = _Trials(cluster, asked, make, dry)
     try:
         first = trials.plan(0)

@@ -168,9 +168,7 @@ class Demand:
 
     @property
     def without_spill(self) -> Demand:
-        """The demand with gradients and parameters on the devices: moving them in every pass would make a step
-        many times as long.
-        """
+        """The demand without moving gradients and parameters in every pass, which makes steps much longer."""
         return replace(self, options=replace(self.options, means=replace(self.options.means, spill=False)))
 
     def check_degrees(self, devices: int) -> None:

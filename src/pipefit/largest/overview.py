@@ -372,7 +372,7 @@ def _profiled(
 def _in_precisions(
     task: Task, own: Precision, look: _Look, others: _Others, target: Target, threads: int
 ) -> Iterator[InPrecision]:
-    """Yield the model in its own precision and in the usual ones; it is profiled where it differs from its copy."""
+    """Yield the model in its own and the usual precisions; it is profiled where it differs from its copy."""
     yield look.in_precision(own)
     profiles = dict(others.profiles)
     if others.shortened:

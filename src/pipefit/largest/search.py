@@ -287,10 +287,10 @@ class _LargestSearch:
         return partial(self._verified, value, plan)
 
     def _verified(self, value: int, plan: Plan) -> _Verified:
-        """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run; None
-        where profile and trace differ. Says nothing, because it may run in a fork.
+        """Return a value's plan with the profile of a trace, and with `certify` the peaks of its dry run.
 
-        A plan that is far over its budgets, or whose hosts lack memory, is not run.
+        None if profile and trace differ. It reports nothing, because it may run in a fork. A plan that is far
+        over its budgets, or whose hosts lack memory, is not run.
         """
         traced = self._traced(value, plan)
         hosts_lack = value in self.known and bool(self.known[value].shortage)
@@ -300,9 +300,7 @@ class _LargestSearch:
         return plan, dry_run(self.growth.task(value), plan, chains=chains).peak_bytes
 
     def _traced(self, value: int, plan: Plan | None = None) -> tuple[Plan, Chains] | None:
-        """Return a value's plan, or another of its plans, with the profile of a trace, and the chains of the trace;
-        None where profile and trace differ.
-        """
+        """Return a value's plan, or `plan`, with a trace's profile, and chains; None if profiles differ."""
         profiles, plan = self._known_profiles(value), plan or self.known[value].plan
         if isinstance(profiles, OnDemand):
             return (plan, profiles.chains) if profiles.checked(sizes_used(plan))() else None
@@ -424,8 +422,10 @@ class _LargestSearch:
             self.proofs[value] = self._of_profiles(self.growth.impossible, profiles, value)
 
     def _ranks(self, value: int) -> tuple[int, ...]:
-        """Return the numbers of tensor-parallel ranks to search: those of the fast plan that fits, or else one
-        and those whose fast plans lack little, of this value or of the edge of fast plans.
+        """Return the numbers of tensor-parallel ranks to search.
+
+        The number of the fast plan that fits, or else one and those whose fast plans lack little, of this
+        value or of the edge of fast plans.
         """
         look = self.soon.get(value)
         if look is None:

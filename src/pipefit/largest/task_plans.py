@@ -149,7 +149,7 @@ def _next(others: Iterator[Make], refusal: _Refused) -> Make:
 
 
 def _first(ways: Sequence[Make], clusters: Sequence[Cluster]) -> tuple[Cluster, Proposal]:
-    """Return the first of some clusters for which the first of some ways finds a plan, and the proposal for it.
+    """Return the first of some clusters on which the first of some ways finds a plan, and its proposal.
 
     Raises:
         InfeasibleError: no plan for any of them; as for the last one.
@@ -268,7 +268,7 @@ def _plan_for_torch(
     progress: Progress | None,
     asked: PlanOptions,
 ) -> Plan:
-    """Return the plan for torch's engine; the profile of a task is made once, at the size of the first plan."""
+    """Return the plan for torch's engine; a task is profiled once, at the size of the first plan."""
     profiles = list[ModelProfile]()
 
     def make(within: Cluster, options: PlanOptions) -> Plan:
@@ -304,7 +304,7 @@ def _plan_of_task(
     progress: Progress | None,
     asked: PlanOptions,
 ) -> Plan:
-    """Return the plan of a task, with tensor-parallel ranks if none fits without; profiles are made on demand."""
+    """Return a task's plan, with tensor-parallel ranks if none fits without; profiles are made on demand."""
     _check(model, asked)
 
     sizes = sizes_asked(training, asked)

@@ -114,7 +114,7 @@ def rank_programs(
 
 
 def whole_run(plan: Plan, programs: Sequence[Program] = ()) -> Program:
-    """Return all differing steps of training as one program; `programs` are those of `step_programs`, if known.
+    """Return all differing steps of training as one program; `programs` are `step_programs`, if known.
 
     It uses all memory at other places that a run of any length uses.
 

@@ -128,7 +128,7 @@ def _uses_of_autograd() -> Uses | None:
 
 
 def _caller() -> Any:
-    """Return the code of the Python function that runs the present operation; None if a thread of autograd does."""
+    """Return the code of the function that runs the present operation; None if a thread of autograd does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name in _DISPATCHING:
         frame = frame.f_back
@@ -207,14 +207,12 @@ class OverCap(torch.OutOfMemoryError):
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
-    """A live storage: its key in the ledger, its bytes, the position of its category, and the edges of the node
-    of a backward that made it.
-    """
+    """A live storage, with its key in the ledger, and the edges of the node of a backward that made it."""
 
     __slots__ = ("category", "edges", "key", "nbytes")
     key: int
     nbytes: int
-    category: int
+    category: int  # its position
     edges: tuple[Edge, ...]
 
     def __hash__(self) -> int:

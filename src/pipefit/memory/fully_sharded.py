@@ -103,7 +103,7 @@ def _own(parameter: Parameter, division: Division) -> int:
 
 
 def _tensors_and_numbers(nbytes: int, whole: int) -> tuple[int, int]:
-    """Return how many tensors like its parameters a layer's optimizer state has, and the bytes of single numbers.
+    """Return how many tensors like its parameters a layer's optimizer state has, and bytes of single numbers.
 
     Parameters without gradients have no state, so the tensors may be smaller than the parameters.
     """
@@ -161,7 +161,7 @@ class Group(NamedTuple):
 
 
 class ShardedStage:
-    """The groups of a stage: one for every layer with parameters of its own, and the root with the shared ones.
+    """Groups of a stage: one for every layer with parameters of its own, and the root with the shared ones.
 
     `groups` begin with the root. `group_of` has the group of every layer; None for layers without one.
     """
@@ -220,7 +220,7 @@ class ShardedStage:
 
 
 class Gathering:
-    """The gathered parameters of a stage, at a point of its program, as FSDP2's own hooks gather and free them."""
+    """A stage's gathered parameters at a point of its program, as FSDP2's own hooks gather and free them."""
 
     def __init__(self, stage: ShardedStage) -> None:
         self._stage, self._bytes = stage, [group.gathered_bytes for group in stage.groups]
@@ -306,7 +306,7 @@ class Gathering:
             yield -self._bytes[group]
 
     def _reach(self, boundary: int) -> Iterator[int]:
-        """Yield the changes as a backward comes to a boundary: the layer before it, and the root at the last one."""
+        """Yield changes as a backward comes to a boundary: the layer before it, and the root at the last."""
         if not self._stage.is_reached(boundary):
             return
         last = (0,) if boundary == len(self._stage.group_of) else ()
@@ -335,7 +335,7 @@ class Gathering:
         return effect(peak_bytes=_highest(changes), parameters=sum(changes)) if changes else None
 
     def reduce(self) -> Effect:
-        """Return the effect of the reduction of all gradients at the end of a step, which frees parameters."""
+        """Return the effect of reducing all gradients at the end of a step, which frees parameters."""
         changes, freed, before = [0 if self._as_actions else self._stage.output_bytes], 0, 0
         for number, group in enumerate(self._stage.groups):
             gone = [*self._free(number)]

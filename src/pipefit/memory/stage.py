@@ -242,7 +242,7 @@ class Costs:
     def _storages_of(
         self, start: int, stop: int, degree: Way, division: Division | None = None
     ) -> StageStorages:
-        """Return the storages of layers `start` to `stop - 1` in one measurement, or of a replica's part of them."""
+        """Return storages of layers `start` to `stop - 1` in one measurement, or of a replica's part."""
         key = start, stop, degree, division
         if key not in self._storages:
             rooms, measurement = self._training.versions == "everything", self._measurements[degree]
@@ -288,7 +288,7 @@ def receive_buffers(plan: Plan) -> dict[int, int]:
 
 
 def most_receive_buffers(plan: Plan) -> str:
-    """Return a sentence about the device with the most receive buffers on torch's engine; empty for one stage."""
+    """Return a sentence about the device with most receive buffers on torch's engine; empty for one stage."""
     device, nbytes = max(receive_buffers(plan).items(), key=lambda item: (item[1], -item[0]))
     if not nbytes:
         return ""

@@ -156,7 +156,7 @@ class Repetition(Generic[Shared]):
 
 @cache
 def receives_ahead() -> bool:
-    """Return whether torch's engine allocates all receive buffers in its first step, as torch before 2.15 does.
+    """Return whether torch's engine allocates all receive buffers in its first step, as before torch 2.15.
 
     Later releases allocate a buffer for each message when they post its receive.
     """
@@ -253,11 +253,11 @@ class StageStorages:
 
     @property
     def received_bytes(self) -> int:
-        """The bytes of a buffered stage's receive buffers for one microbatch that exist from the first step on."""
+        """Bytes of a buffered stage's receive buffers for a microbatch that exist from the first step on."""
         return sum(self._messages.values()) if receives_ahead() else 0
 
     def arriving_bytes(self, what: Literal["inputs", "gradients"]) -> int:
-        """Return the bytes that a message of a microbatch allocates in a buffered stage: inputs, or gradients."""
+        """Return bytes that a microbatch's message, of inputs or gradients, allocates in a buffered stage."""
         return 0 if receives_ahead() else self._messages[what]
 
     @property
@@ -429,7 +429,7 @@ class StageStorages:
         return 0 if self.last or self.buffered else gradient_bytes(self.outputs)
 
     def stops_before(self, position: int) -> bool:
-        """Return whether `torch.utils.checkpoint` ends a recomputation before the layer at a position computes.
+        """Return whether `torch.utils.checkpoint` stops a recomputation before the layer at a position.
 
         It stops when all saved tensors are there: one operation saves its inputs before it runs. pipefit's
         own runtime completes recomputations.

@@ -226,7 +226,7 @@ def mpress_gpt(
     optimizer: OptimizerName = "adam",
     lr: Rate | None = None,
 ) -> Task:
-    """Return a GPT of the MPress paper: blocks of hidden size 4096 with 32 heads, 25 at a time, and a tied head.
+    """Return a GPT of the MPress paper: blocks of hidden size 4096, 32 heads, 25 at a time, and a tied head.
 
     The paper gives the parameters of its models and their memory on 8 devices, and the shapes follow from
     both; counts are 0.2 to 1.1 per cent below the names. It computes attention by plain operations, and

@@ -54,7 +54,7 @@ class Claim(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A claim on a storage from operation `start` to `stop - 1`; `returned` is the call that brings it back."""
+    """A claim on a storage in operations `start` to `stop - 1`; the call `returned` brings it back."""
 
     claim: Claim
     start: int
@@ -276,7 +276,7 @@ class Choices:
     # ---------------------------------------------------------------- the programme
 
     def fitting(self, budget_bytes: int) -> frozenset[Variable] | None:
-        """Return the decisions of least cost with an expected peak within the budget; None if there are none."""
+        """Return the cheapest decisions with an expected peak within the budget; None if there are none."""
         return self._solve(budget_bytes)
 
     def smallest(self) -> frozenset[Variable]:

@@ -290,8 +290,9 @@ def _is_by_value(error: Exception) -> bool:
 
 
 def _recorded(loop: Loop, site: LoopDevice, kernels: Kernels | None) -> list[tuple[Loop, LoopRecording]]:
-    """Return the recording of the loop; if conditions on unknown values decide what runs, also of the loop with
-    all of them false. One of the two may fail.
+    """Return the recording of the loop, and perhaps that of the loop with all unknown conditions false.
+
+    That is made if conditions on unknown values decide what runs. One of the two may fail.
 
     Raises:
         UsageError: the loop cannot run over fake tensors.
@@ -371,7 +372,7 @@ class _BudgetSearch:
         return self._plan_of(best)
 
     def _approach(self) -> None:
-        """Certify the best choice for the budget, then for smaller ones or larger ones as its peak demands."""
+        """Certify the best choice for the budget, then for smaller or larger ones as its peak demands."""
         limit, low, high = self._budget, 0, 2 * self._budget
         for _ in range(_MOST_TRIES):
             chosen = self._choices.fitting(limit)

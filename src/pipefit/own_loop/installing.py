@@ -92,7 +92,7 @@ class PlannedForward:
 
 
 class _PlainForward:
-    """The `forward` of a copy's class. It does not hold the copy, which would live until garbage is collected."""
+    """The `forward` of a copy's class, without the copy, which would live until garbage is collected."""
 
     def __init__(self, module: nn.Module) -> None:
         self._reference = weakref.ref(module)

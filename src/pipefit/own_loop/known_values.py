@@ -86,7 +86,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._values[fake] = value
 
     def _found(self, real: Any, device: torch.device) -> Any:
-        """Return what a function found in known values: a number, or fake tensors as long as the real ones."""
+        """Return a function's result for known values: a number, or fake tensors as long as real ones."""
         made = pytree.tree_map_only(Tensor, lambda tensor: _like(tensor, device), real)
         self._know_all(made, real)
         return made

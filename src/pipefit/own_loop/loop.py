@@ -125,7 +125,7 @@ class FakeCopies:
             )
 
     def forget(self) -> list[Tensor]:
-        """Let go of all fake tensors, so that those that the loop replaces die; return those that others hold."""
+        """Let go of all fake tensors, so that replaced ones die; return those that others hold."""
         alive = [ref(tensor) for tensor in self.tensors]
         self._tensors.clear()
         self._storages.clear()
@@ -342,7 +342,7 @@ class Loop:
 
     @contextmanager
     def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[], Iterator[int]]]:
-        """Yield a function that runs the steps over fake tensors, and yields the number of each one at its end.
+        """Yield a function that runs the steps over fake tensors, and yields each one's number at its end.
 
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
@@ -468,9 +468,7 @@ def _has_attributes(one: Any) -> bool:
 
 
 def _reached(function: Any) -> Iterator[Any]:
-    """Yield the objects that a function uses by name, and its own object and bound arguments, or the object that it
-    is.
-    """
+    """Yield objects that a function uses by name, its own object and bound arguments, or the object it is."""
     if isinstance(function, partial):
         yield from filter(_has_attributes, (*function.args, *function.keywords.values()))
         yield from _reached(function.func)
@@ -499,9 +497,7 @@ _CONTAINERS = list, tuple, dict, set, deque
 
 
 def variables_of(function: Any, seen: set[int] | None = None) -> Iterator[UsedVariable]:
-    """Yield the variables that a function uses from around it and from its module, and so on through functions
-    of that module.
-    """
+    """Yield the outer and module variables that a function uses, and so on through the module's functions."""
     while isinstance(function, (MethodType, partial)):
         function = function.func if isinstance(function, partial) else function.__func__
     seen = set() if seen is None else seen
@@ -548,7 +544,7 @@ def loss_of(outputs: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | Non
 
 
 class _Updates(Counter[Optimizer]):
-    """Number of steps of every optimizer; one in a wrapper, such as that of accelerate, counts for the wrapper."""
+    """Number of steps of every optimizer; one in a wrapper, such as accelerate's, counts for the wrapper."""
 
     def __missing__(self, optimizer: Optimizer) -> int:
         inner = getattr(optimizer, "optimizer", None)
@@ -557,8 +553,7 @@ class _Updates(Counter[Optimizer]):
 
 @contextmanager
 def _reading_updates() -> Iterator[Counter[Optimizer]]:
-    """Count numbers that optimizers read, such as their steps, as numbers that change no memory; yield the numbers
-    of steps.
+    """Count numbers that optimizers read, such as steps, as without effect on memory; yield the steps.
 
     Raises:
         UsageError: an optimizer repeats forwards as it needs, as `LBFGS` does.
@@ -587,7 +582,7 @@ def _reading_updates() -> Iterator[Counter[Optimizer]]:
 
 @contextmanager
 def counted_states(meter: Any) -> Iterator[None]:
-    """Let the meter count the states of torch's generator that a recomputation keeps: they are real tensors."""
+    """Let the meter count states of torch's generator that a recomputation keeps: they are real tensors."""
     get, thread = torch.get_rng_state, get_ident()
 
     def counted() -> Tensor:

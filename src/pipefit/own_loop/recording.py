@@ -47,7 +47,7 @@ from pipefit.torch_internals import backward_id, pytree
 
 @dataclass(slots=True, kw_only=True)
 class Storage:
-    """A storage's life: alive during operations `born` to `died - 1`; `natural` is `died` if no graph held it."""
+    """A storage's life, operations `born` to `died - 1`; `natural` is `died` if no graph held it."""
 
     nbytes: int
     born: int
@@ -68,7 +68,7 @@ class Saved:
 
 @dataclass(slots=True, kw_only=True)
 class ModuleCall:
-    """A call of a submodule: operations `enter` to `exit - 1`, and its backward from `back` to before `done`."""
+    """A call of a submodule: operations `enter` to `exit - 1`, and its backward `back` to `done - 1`."""
 
     name: str
     path: tuple[int, ...]  # calls around it and itself, outermost first
@@ -463,7 +463,7 @@ def _around_hook(hook: Any) -> Iterator[UsedVariable]:
 
 
 class _Snapshot:
-    """What a forward may change in Python: attributes of some modules, variables from around it, generators."""
+    """Python state that a forward may change: attributes of some modules, outer variables, generators."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], variables: Sequence[UsedVariable]) -> None:
         self._seen: dict[int, Any] = {}  # objects, which keep their ids alive

@@ -120,7 +120,7 @@ def _first_batches(trainer: Any, count: int) -> list[Any]:
 
 
 class _HuggingFaceStep:
-    """Microbatches, clipping and update in a Trainer's order; it keeps the last loss, their sum and the norm."""
+    """Microbatches, clipping and update in a Trainer's order; keeps the last loss, their sum and the norm."""
 
     def __init__(self, trainer: Any, optimizers: Sequence[Optimizer], count: int) -> None:
         self._trainer, self._optimizers, self._count = trainer, optimizers, count
@@ -148,7 +148,7 @@ class _HuggingFaceStep:
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
-        """Let the model compute in the Trainer's precision, with outputs in float32, as accelerate lets it."""
+        """Let the model compute in the Trainer's precision, with float32 outputs, as accelerate lets it."""
         model, accelerator = self._trainer.model, self._trainer.accelerator
         if not accelerator.native_amp:
             yield

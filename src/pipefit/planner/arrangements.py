@@ -159,7 +159,7 @@ class Trials:
         return question, result
 
     def _preferred_to(self, trial: Trial, seconds: float) -> Mixed | None:
-        """Return the best plan of any degrees, complete, if it is preferred to a trial's plan of this many seconds."""
+        """Return the best plan of any degrees, complete, if preferred to a trial's of this many seconds."""
         while (other := self._best_mixed) is not None:
             if trial.fits and other.seconds >= seconds * self._allowed(trial, other):
                 return None
@@ -457,7 +457,7 @@ class Trials:
         return best
 
     def _complete(self, mixed: Mixed) -> None:
-        """Simulate all microbatches of a plan of any degrees; if it then does not fit, it is no longer known."""
+        """Simulate all microbatches of a plan of any degrees, and forget the plan if it then does not fit."""
         complete = mixed.completed()
         self.mixed = [one for one in self.mixed if one is not mixed]
         self.mixed += [complete] if complete.simulation.fits else []

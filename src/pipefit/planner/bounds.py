@@ -274,7 +274,7 @@ class _Bound:
         value: Callable[[int, Within, _Kind], Floats],
         together: Callable[[Floats, Floats], Floats],
     ) -> Iterator[dict[tuple[int, ...], Floats]]:
-        """Yield, after every stage, the least value by used devices of each kind, for every edge of the window."""
+        """Yield after every stage the least values by used devices of each kind, at edges of the window."""
         reached = {(0,) * len(self.kinds): np.zeros(1)}
         for stage, within in enumerate(windows):
             values = [value(stage, within, kind) for kind in self.kinds]
@@ -529,7 +529,7 @@ class _Bound:
     def _windows_of(
         self, stage: int, every: Floats, late: Floats
     ) -> Iterator[tuple[int, float, float, Floats]]:
-        """Yield microbatches in flight, windows, those of them without gradients, and the line of each term."""
+        """Yield microbatches in flight, windows, those without gradients, and the line of each term."""
         if self.endless:
             number = in_flight(self.question.training, stage, self.question.stages)
             windows = self.microbatches / number
@@ -541,7 +541,7 @@ class _Bound:
             yield at.in_flight, at.late_windows, 0, late
 
     def _lent(self, seconds: float, updating: Floats) -> Floats | float:
-        """Return the bytes that peers can hold for a stage: tensors once in `seconds`, and optimizer state."""
+        """Return bytes that peers can hold for a stage: tensors once in `seconds`, and optimizer state."""
         if not self._peer_rate:
             return 0.0
         return (
@@ -549,7 +549,7 @@ class _Bound:
         )
 
     def _staying(self, updating: Floats, within: Within) -> Floats:
-        """Return the bytes of optimizer state that cannot leave ranges whose updates take `updating` seconds."""
+        """Return bytes of optimizer state that cannot leave ranges whose updates take `updating` seconds."""
         if not self._hosts_have_state:  # it is owned
             return np.zeros_like(updating)
         state = np.maximum(ranges(self._state, within), 0.0)

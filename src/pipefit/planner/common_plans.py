@@ -134,7 +134,7 @@ def _without_state(question: Question) -> Question:
 
 
 def _may_have_room(question: Question, moves: Moves) -> bool:
-    """Return whether all devices together, and all hosts, have room for the state that these moves leave them.
+    """Return whether all devices together, and all hosts, have room for the state that these moves leave.
 
     Not counted is state that devices need only during passes.
     """

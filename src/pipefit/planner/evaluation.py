@@ -79,7 +79,7 @@ class Simulated:
 
     @cached_property
     def over(self) -> tuple[int, ...]:
-        """Bytes by which every stage's fullest device is above its budget; negative if the device has room."""
+        """Bytes by which every stage's fullest device exceeds its budget; negative if the device has room."""
         budgets = self._cluster.budgets
         grids = map(self.split.grid, range(len(self.split.devices)))
         return tuple(max(self.peaks[device] - budgets[device] for device in grid.devices) for grid in grids)
@@ -102,7 +102,7 @@ class Simulated:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a steady step; of the first one if it is extrapolated and no state moves between steps."""
+        """Seconds of a steady step; of the first if it is extrapolated and no state moves between steps."""
         decisions = self.simulation.plan.decisions
         moves = any(isinstance(decision.subject, State) for decision in decisions)
         quick = self._quick or (self._left_out and not self.simulation.plan.training.endless and not moves)

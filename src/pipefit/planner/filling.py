@@ -240,7 +240,7 @@ class Filler:
             yield RecipeStep(sign * block, number, more)
 
     def _freed(self, recipe: Recipe, menu: Menu, menus: Sequence[Menu], held: int) -> int:
-        """Return the bytes that a recipe of a block frees at the peak of a stage that holds `held` microbatches."""
+        """Return bytes that a block's recipe frees at the peak of a stage that holds `held` microbatches."""
         return held * recipe.nbytes - recipe.last * (self._returning and menu is menus[-1])
 
     def lent(self, split: Split, stage: int, choice: StageChoice) -> int:
@@ -252,7 +252,7 @@ class Filler:
         return max(0, self.in_flight(split, stage) - 1) * sum(one.nbytes for one in tensors) + state
 
     def _state_of_parts(self, split: Split, stage: int, menus: Sequence[Menu]) -> dict[int, int]:
-        """Return the optimizer state of a device in every part of a stage's blocks, by the part's first layer."""
+        """Return a device's optimizer state in every part of a stage's blocks, by the part's first layer."""
         grid, parts = split.grid(stage), [part for menu in menus for part in menu.parts]
         costs, owners = (
             self.question.measured(Degree.of(grid)).costs,
@@ -310,7 +310,7 @@ class Filler:
         return rate * forward, rate * (forward + backward)
 
     def rates(self, split: Split) -> list[float]:
-        """Return the bytes per second of each stage's slowest device to its host, if all stages that may offload do."""
+        """Return the rate of each stage's slowest device to its host, if all stages that may offload do."""
         grids = [split.grid(stage).devices for stage in range(len(split.devices))]
         moving = [
             device if self.question.means.host and self.in_flight(split, stage) > _FILLING_AWAY else None

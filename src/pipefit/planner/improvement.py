@@ -120,7 +120,7 @@ def _is_as_good(evaluation: Evaluation, other: Evaluation, slower: float) -> boo
 
 
 def _evaluated(filler: Filler, candidate: Candidate, below: float) -> Evaluation | None:
-    """Return the evaluation of a candidate; None if it cannot be carried out, or is not `below` some seconds."""
+    """Return a candidate's evaluation; None if it cannot be carried out, or is not `below` some seconds."""
     fewest = filler.fewest_seconds(*candidate) if below < inf else 0.0
     return filler.evaluator.evaluate(candidate, below=below, at_least=fewest)
 
@@ -233,7 +233,7 @@ class Changes:
     def _mended_all(
         self, stage: int, choices: Iterator[StageChoice], *, or_not: bool = False
     ) -> Iterator[Candidate]:
-        """Yield candidates with these choices of a stage, with the recomputation that it and its lenders need.
+        """Yield candidates with these choices of a stage, and the recomputation that it and its lenders need.
 
         With `or_not`, also with no other recomputation of the stage itself.
         """
@@ -335,7 +335,7 @@ class Changes:
                 yield self._on(Split(edges, _with(devices, stage, device)), place)
 
     def _on(self, split: Split, place: int | None) -> Candidate:
-        """Return the candidate with another split, in which blocks have the same treatment as far as possible.
+        """Return the candidate with another split, in which blocks are treated the same as far as possible.
 
         The optimizer state of changed stages is at `place`, or stays where it is.
         """

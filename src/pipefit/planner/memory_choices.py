@@ -304,7 +304,7 @@ class _Block:
         return Menu(self.start, self.stop, hull, tensors, tuple(self._parts()), stays)
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """Yield adjacent layers, each time enough of them to have a good part of the block's optimizer state."""
+        """Yield adjacent layers, each time enough to have a good part of the block's optimizer state."""
         nbytes = [cost.state_bytes for cost in self.storages.costs[: self.stop - self.start]]
         start, total, left = self.start, 0, sum(nbytes)
         least = left * _PART

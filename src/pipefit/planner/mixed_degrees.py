@@ -62,7 +62,7 @@ class _Filled:
         return sum(filler.evaluator.work for filler in self._fillers.values())
 
     def of(self, split: Split, means: Means | None = None) -> Evaluation | None:
-        """Return the fastest filled plan of a split that fits, by default with all techniques; None if none fits."""
+        """Return a split's fastest filled plan that fits, by default with all techniques, or None."""
         filler = self.filler(split, means or self._question.means)
         parts = _HOST_PARTS if filler.question.means.host else _HOST_PARTS[-1:]
         result: Evaluation | None = None
@@ -73,7 +73,7 @@ class _Filled:
         return result
 
     def improved(self, split: Split) -> Evaluation | None:
-        """Return the best plan that the local search finds from a split's filled plans; None if none of them fits.
+        """Return the best plan that the local search finds from a split's filled plans; None if none fits.
 
         It first only recomputes, then also uses hosts, then peers, each from the best plan before, so that
         another technique never makes the plan slower.
@@ -89,7 +89,7 @@ class _Filled:
         return best
 
     def _improved(self, start: Evaluation, means: Means) -> Evaluation:
-        """Return the best plan that single changes of a plan make with these techniques; lending comes first."""
+        """Return the best plan after single changes of a plan with these techniques; lending comes first."""
         filler = self.filler(start.candidate.split, means)
         least = Least.of(self._question).seconds(len(self._question.cluster.devices))
         for lends in (True, False) if means.peers else (False,):

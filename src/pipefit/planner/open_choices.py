@@ -81,7 +81,7 @@ class Trial(NamedTuple):
         return leaves_no_room(self.question, self.searched.evaluation.peaks)
 
     def longer(self, than: float) -> Trial:
-        """Return the trial after a search with the question's full effort for a plan faster than `than` seconds."""
+        """Return the trial after a search of full effort for a plan faster than `than` seconds."""
         searched = self.search.best(self.question.options.effort, than)
         return self._replace(searched=searched, work=self.search.work)
 

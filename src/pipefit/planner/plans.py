@@ -277,7 +277,7 @@ def _searched(trials: Trials, first: Arrangement | None = None) -> _Search:
 
 
 def _like(space: Space, near: Plan | None) -> _Search | None:
-    """Return the search for plans like `near`; None if it finds no plan about as fast, or there is no such plan."""
+    """Return the search for plans like `near`; None if there is no such plan, or none about as fast."""
     if near is None or near.prediction is None or near.provenance is None:
         return None
     how, degrees = near.training, {Degree.of(stage.grid) for stage in near.stages}

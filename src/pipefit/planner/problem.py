@@ -415,7 +415,7 @@ class Question:
         return self.profile.at(size, degree.tensor, sequences=degree.sequences)
 
     def of_one(self, degree: Degree) -> Question:
-        """Return the question of one device of a stage of this degree: its local batches and its parts of layers."""
+        """Return the question of one device of a stage of this degree: local batches and parts of layers."""
         if degree == SINGLE:
             return self
         alike = [one for one in self.profile.measurements if one.way[1:] == degree[1:]]

@@ -246,8 +246,9 @@ class Repeated:
 
 
 def with_few_blocks(task: Task, target: Target) -> tuple[Task, tuple[EqualBlocks, ...]] | None:
-    """Return a copy of `task` with three blocks of every kind, so that one is between equal blocks, and the lists
-    that it shortens; None if that leaves most of their blocks.
+    """Return a copy of `task` with three blocks of every kind, and the lists that it shortens.
+
+    One of three is between equal blocks. Return None if that leaves most of the lists' blocks.
 
     Raises:
         UsageError: the model cannot be built.
@@ -282,8 +283,10 @@ def stretched(few: ModelProfile, rows: Sequence[EqualBlocks]) -> ModelProfile:
 
 
 class _Spread(NamedTuple):
-    """A layer or block of a model: its name, the place in a smaller model of the one that stands for it, and the
-    beginnings of names in the block of that model, and in that of the model. `repeat` numbers blocks without them.
+    """A layer or block of a model: its name, and the place in a smaller model of the one that stands for it.
+
+    `source` begins the names in the block of the smaller model, `block` those in the block of the model.
+    `repeat` numbers blocks without these names.
     """
 
     name: str
@@ -403,7 +406,7 @@ def _spread_shared(few: ModelProfile, shared: Sequence[S], layers: Sequence[_Spr
 
 
 def same_costs(profile: ModelProfile, other: ModelProfile) -> bool:
-    """Whether two profiles say the same of every layer, whatever their fingerprints and the order of kinds."""
+    """Whether two profiles say the same of every layer, whatever their fingerprints and order of kinds."""
     one, another = (
         (
             each.model,
@@ -495,7 +498,7 @@ class _Insertion:
 def _repeated(
     few: Sequence[str], many: Sequence[str], start: int, count: int, times: int
 ) -> Iterator[_Spread]:
-    """Yield the layers or blocks before those that were inserted, these so many times, and those after them."""
+    """Yield the layers or blocks before inserted ones, those `times` times, and those after them."""
     for place in range(start):
         yield _Spread(many[place], place)
     for repeat in range(1, times + 1):

@@ -1,4 +1,4 @@
-"""Configurations of other trainers as questions: what they need on a cluster, and what to change in their words."""
+"""Other trainers' configurations as questions: their needs on a cluster, and changes in their words."""
 
 from pipefit.recipes.answers import RecipeAnswer, Variant, answer, describe
 from pipefit.recipes.readers import Recipe, read

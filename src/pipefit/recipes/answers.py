@@ -44,7 +44,7 @@ _MOVES: dict[str, Moves] = {"none": (), "optimizer": UPDATED, "parameters": AWAY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A recipe with changes of its file: its plan, peak bytes of the fullest device, and seconds of a step."""
+    """A recipe with changes of its file: its plan, the fullest device's peak bytes, and seconds of a step."""
 
     recipe: Recipe
     changes: tuple[str, ...]
@@ -275,7 +275,7 @@ def _with_state(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def describe(found: RecipeAnswer, file: str) -> list[Block]:
-    """Describe an answer: the training as it was read, whether it fits, and the lines that would make it fit."""
+    """Describe an answer: the training as read, whether it fits, and the lines that would make it fit."""
     written, recipe = found.written, found.written.recipe
     count = Attempt(value=recipe.samples, plan=written.plan).parameters
     model = f"{written.plan.profile.model} of {count:,} parameters"

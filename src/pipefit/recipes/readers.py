@@ -52,7 +52,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of a file: a key, its new value (None for a number that is chosen), and the line that says so."""
+    """A change of a file: a key, its new value (None for a number to choose), and the line that says so."""
 
     key: str
     value: Any
@@ -671,7 +671,7 @@ def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 
 
 def _automodel_precision(keys: Keys, dtype: str, *, divides: bool) -> Precision:
-    """Return the precision of a model that is loaded in a dtype; FSDP2 gathers in half precision by default."""
+    """Return the precision of a model loaded in a dtype; FSDP2 gathers in half precision by default."""
     half: Precision = "float16" if dtype in ("fp16", "float16", "half") else "bfloat16"
     if dtype not in ("fp32", "float32", "float"):
         return half

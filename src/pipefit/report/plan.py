@@ -363,7 +363,7 @@ _FEW_STAGES = 8  # whose copies are told one by one
 
 
 def _copies(plan: Plan) -> list[str]:
-    """Return a line about the half-precision weight copies of each stage, or of many; empty without copies."""
+    """Return a line about half-precision weight copies of each stage, or of many; empty without copies."""
     stages = [plan.measured(n).copy_bytes(stage.start, stage.stop) for n, stage in enumerate(plan.stages)]
     few = stages if len(stages) <= _FEW_STAGES else ()
     sizes = ", ".join(map(format_bytes, few)) or f"{format_bytes(min(stages))} to {format_bytes(max(stages))}"

@@ -36,7 +36,7 @@ from pipefit.torch_internals import pytree, without_torch_function, wrapper_tens
 
 
 def needs_copy(plan: Plan) -> bool:
-    """Return whether a stage of the plan has only parts of its parameters between steps, or several copies."""
+    """Return whether a stage of the plan has only parts of parameters between steps, or several copies."""
     return frees_parameters(plan) or any(len(stage.devices) > 1 for stage in plan.stages)
 
 
@@ -292,7 +292,7 @@ def is_partial(module: nn.Module) -> bool:
 
 
 def same_tensors(module: nn.Module, name: str) -> nn.Module:
-    """Return a copy of `module`, the model `name`, with the same tensors, and arbitrary ones for absent ones."""
+    """Return a copy of `module`, the model `name`, with the same tensors, and arbitrary for absent ones."""
 
     def present(one: Tensor) -> Tensor:
         if not isinstance(one, Absent):
@@ -304,7 +304,7 @@ def same_tensors(module: nn.Module, name: str) -> nn.Module:
 
 
 def without_numbers(module: nn.Module, name: str) -> nn.Module:
-    """Return a copy of `module`, the model `name`, for traces over fake tensors: its tensors have forms alone."""
+    """Return a copy of `module`, the model `name`, for traces: its tensors have forms alone."""
 
     def bare(one: Tensor) -> Tensor:
         if one.layout is not torch.strided:
@@ -359,7 +359,7 @@ class PartialModule(TaskModule):
         return not self._absent
 
     def lead(self) -> None:
-        """Train weights that were loaded in place of absent ones, and freeze parameters as the module does."""
+        """Train weights loaded in place of absent ones, and freeze parameters as the module does."""
         own = {entry.name: entry.tensor for entry, _ in self._absent}
         if loaded := {name: one for name, one in own.items() if not isinstance(one, Absent)}:
             _load_changes(self._checkpoints, loaded)

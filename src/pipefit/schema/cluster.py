@@ -286,7 +286,7 @@ class Cluster:
         }
 
     def route(self, source: Member, target: Member) -> Route:
-        """Return the fastest link between two members, or the path through hosts if it is faster or the only one.
+        """Return two members' fastest link, or the path through hosts if it is faster or the only one.
 
         Raises:
             UsageError: nothing joins the members.
@@ -310,7 +310,7 @@ class Cluster:
         return result
 
     def reduced_by_switch(self, devices: Iterable[int]) -> float:
-        """Return the share of its rate that a switch of all these devices reaches which reduces data; 0 if none."""
+        """Return the share of its rate that a reducing switch of all these devices reaches; 0 if none."""
         asked = set(map(Member.device, devices))
         return max(
             (link.reduces for link in self.links if link.reduces and asked <= set(link.members)), default=0.0

@@ -332,7 +332,7 @@ class DeviceKind:
         return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
 
     def bandwidth(self, itemsize: int) -> float:
-        """Return the bytes per second that large elementwise kernels reach with elements of `itemsize` bytes."""
+        """Return bytes per second that large elementwise kernels reach with elements of `itemsize` bytes."""
         reached = self.memory_bandwidth * self.bandwidth_reached
         return min(reached, (self.elements_per_second or inf) * itemsize)
 

@@ -30,7 +30,7 @@ def verdict(fits: bool, impossible: str) -> str:
 
 
 def refusal(what: str, impossible: str, nearest: str) -> str:
-    """Return a sentence: `what` does not fit, with the proof, or no plan was found, with the excess of the nearest."""
+    """Return a sentence: `what` does not fit, with the proof, or no plan was found, with the least excess."""
     return f"{what} does not fit: {impossible}" if impossible else f"no plan was found for {what}: {nearest}"
 
 
@@ -141,7 +141,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The `sense` value of the `grown` quantity with a plan that fits, and the next value, for which none was found.
+    """The `sense` value of the `grown` quantity with a plan that fits, and the next one, without such a plan.
 
     `beyond` is None if no further value was allowed or the model refused it; `refused` has the reasons.
     `impossible` has the proofs that values do not fit, and `searched` says which plans were tried for

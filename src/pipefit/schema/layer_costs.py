@@ -660,7 +660,7 @@ class LayerCost:
 
     @property
     def least_divided_bytes(self) -> int:
-        """A bound for tensor-parallel ranks together: weights, and the outputs or saved tensors that it makes.
+        """A bound for tensor-parallel ranks together: weights, and outputs or saved tensors that it makes.
 
         Other tensors may be smaller if the layer is divided, such as those of a cross entropy.
         """

@@ -317,7 +317,7 @@ class Lowered:
         return DeviceMemory(highest(rest, changes), tuple(placed))
 
     def _reading(self) -> LedgerReading:
-        """Read the ledger, with rows counted from the device's first one: replicas then share cached effects."""
+        """Read the ledger, with rows counted from the device's first: replicas then share cached effects."""
         distinct = distinct_steps(self._plan)
         read = partial(reading, self._device, self._stages, steps=self._steps, distinct=distinct)
         try:

@@ -283,7 +283,7 @@ class Times:
 
     @property
     def steps_are_apart(self) -> bool:
-        """Return whether no action of a synchronous step but a receive takes place before the step before ended.
+        """Return whether only receives of a synchronous step take place before the step before ended.
 
         A device then either waits for a message first, or is the last to end, so all steps are equal.
         """

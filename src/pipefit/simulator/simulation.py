@@ -136,7 +136,7 @@ class Simulation:
         return tuple(self._peak(device) for device in self._devices)
 
     def accumulated_peaks(self) -> tuple[int, ...]:
-        """Return the most bytes allocated on every device if gradients of several batches add up to an update.
+        """Return every device's most allocated bytes if gradients of several batches add up to an update.
 
         Raises:
             UsageError: the schedule updates in every step.

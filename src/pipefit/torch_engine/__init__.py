@@ -1,4 +1,4 @@
-"""Plans on torch's own pipelines: `torch.distributed.pipelining` trains them, and its own code certifies them.
+"""Plans on torch's own pipelines: `torch.distributed.pipelining` trains them, and its code certifies them.
 
 1. `order`: the schedule of a plan.
 2. `stages`: `PipelineStage`s from a plan's chain, with recomputation and moves to the host.

@@ -434,7 +434,7 @@ def _join(hardware: Hardware, timeout_seconds: float) -> None:
 
 
 class PipelineTrainer(Pipeline):
-    """A `Pipeline` whose `step` takes a batch, as that of `pipefit.Trainer`: the trainer of `pipefit train`."""
+    """A `Pipeline` whose `step` takes a batch, like `pipefit.Trainer`: the trainer of `pipefit train`."""
 
     def step(self, batch: tuple[Any, Any]) -> float:  # type: ignore[override]
         """Train one step on a pair (inputs, targets), or on a dictionary of inputs; return the mean loss."""
@@ -484,7 +484,7 @@ def pipeline(
 
 
 class Record:
-    """The peaks of a rank, by the action that the engine begins last, and the times of forwards and backwards.
+    """Peaks of a rank, by the action that the engine begins last, and times of forwards and backwards.
 
     Memory that an action leaves behind gets a category: activations after a forward, gradients after a
     backward.

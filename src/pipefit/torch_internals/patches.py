@@ -230,7 +230,7 @@ def _step(_: object, optimizer: Optimizer, __: object, *args: Any, **kwargs: Any
 
 @contextmanager
 def parameters_copied_alone() -> Iterator[None]:
-    """Let `copy.deepcopy` in the body leave out gradients of fake parameters, as it does those of real ones."""
+    """Let `copy.deepcopy` in the body leave out gradients of fake parameters, as those of real ones."""
     with _replaced(FakeTensor, "__deepcopy__", _without_gradient):
         yield
 

@@ -40,7 +40,7 @@ _KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
 def schedule_of_actions(
     stages: list[PipelineStage], microbatches: int, loss: Any, orders: dict[int, list[Cell]]
 ) -> PipelineScheduleMulti:
-    """Return a schedule that computes in the `orders` of all ranks of the stages' group; torch adds messages."""
+    """Return a schedule that computes in the `orders` of all ranks of the stages; torch adds messages."""
     schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
     schedule._prepare_schedule_with_comms(
         {
@@ -63,7 +63,7 @@ def run_microbatches(
     inputs: Sequence[Microbatch],
     targets: Sequence[Microbatch],
 ) -> None:
-    """Run one step, as `schedule.step` does with a batch that it cuts: torch cuts only a single target tensor."""
+    """Run a step, as `schedule.step` does with a batch that it cuts: torch cuts only one target tensor."""
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()
@@ -86,7 +86,7 @@ def agree_in_advance(schedule: PipelineSchedule) -> None:
 
 
 def release_fake_outputs(stages: Sequence[PipelineStage]) -> None:
-    """Let stages drop fake outputs once they are sent, as torch since 2.15 does with outputs of its own class only."""
+    """Let stages drop sent fake outputs, as torch since 2.15 drops outputs of its own class only."""
     for stage in stages:
         stage._output_slot_is_releasable = lambda output, last=stage.is_last: (not last, "")  # type: ignore[attr-defined]
 
@@ -120,7 +120,7 @@ _ALONE = "pipefit-alone"
 
 
 class _Alone(AbsentPeers):
-    """A process group whose peers are absent: what they send is never written, and sums are the rank's own."""
+    """A process group without its peers: their messages are never written, and sums are the rank's own."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         return Arrived(tensors)

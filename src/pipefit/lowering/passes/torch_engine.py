@@ -1,4 +1,4 @@
-"""The pass that exchanges messages as `torch.distributed.pipelining` does, and plans that this engine cannot run.
+"""The pass for messages of `torch.distributed.pipelining`, and plans that this engine cannot run.
 
 That engine waits for each message where it needs it. A WAIT for a send stands where the engine drops the
 message's tensors: 1F1B drops them one forward, or one backward, later; GPipe and orders that run as actions

@@ -32,7 +32,7 @@ _STATES = 32  # states to compare in a run of equal turns
 
 
 class _Turn(NamedTuple):
-    """Positions from `start` to `stop - 1`; `repeats` equal turns begin here, and their run stops at `run_stop`."""
+    """Positions `start` to `stop - 1`; `repeats` equal turns begin here, and the run stops at `run_stop`."""
 
     start: int
     stop: int
@@ -113,7 +113,7 @@ class Lifetimes:
         return len(self._events)
 
     def tensors(self, alignment: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions of all births, those of the deaths, and the sizes, rounded up to `alignment`."""
+        """Return the positions of all births and deaths, and the sizes, rounded up to `alignment`."""
         events = np.array(self._events, np.int64)
         births = np.flatnonzero(events > 0)
         deaths = np.array(self._deaths, np.int64)[births]

@@ -194,7 +194,7 @@ def budget_level(question: Question) -> float:
 
 
 class StageTimes(NamedTuple):
-    """Seconds of stages: a step with its end, a microbatch, its longer pass, and idle ones of its backward."""
+    """Seconds of stages: a step with its end, a microbatch, its longer pass, and those its backward idles."""
 
     step: Floats
     each: Floats
@@ -294,7 +294,7 @@ class HybridSearch:
         return max(tables.widest(left, way, nbytes) for way in self.ways(choice.degree))
 
     def _starts(self, level: float) -> list[range]:
-        """Return the blocks at which stages may start within a memory level, by the stages left from there on.
+        """Return the blocks at which stages may start within a memory level, by the stages left from there.
 
         The stages before have room for the blocks before, and the stages left for all others. Empty ranges
         become one block, for which no plan exists either.
@@ -486,7 +486,7 @@ class HybridSearch:
         return self._price[key]
 
     def _quick(self, choice: StageRequest, most: float) -> list[tuple[Way, Floats, Floats, Floats]]:
-        """Return every way's seconds of a step, if at most `most`, of a microbatch, and idle ones of its backward.
+        """Return every way's seconds of a step, up to `most`, of a microbatch, and idle ones of its backward.
 
         Without recomputation of separate blocks, whose seconds depend on the memory that stages lack.
         """

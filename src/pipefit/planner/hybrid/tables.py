@@ -117,7 +117,7 @@ class DegreeTables:
         return result
 
     def widest(self, stages_left: int, way: Way, nbytes: float) -> int:
-        """Return a number of blocks, at least one, that no stage with a peak of up to `nbytes` bytes exceeds."""
+        """Return a number of blocks, at least one, that no stage with a peak up to `nbytes` exceeds."""
         if way.shard != "none":
             return self.question.blocks
         owned, gradients = self._ranges(way).owned()
@@ -358,7 +358,7 @@ class DegreeTables:
 
 
 def _summed(first: Floats, inner: Floats, last: Floats, alone: Floats) -> Floats:
-    """Return the sums over the blocks of every range by the place of a block in it; `alone` is for single blocks."""
+    """Return sums over every range's blocks by the place of a block in it; `alone` is for single blocks."""
     result: Floats = ranges(np.concatenate(([0.0], np.cumsum(inner))))
     result += (first - inner)[:, None] + np.append(0.0, last - inner)
     np.fill_diagonal(result[:, 1:], alone)

@@ -268,7 +268,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """Yield the table of stages, a sentence for each stage that saves memory, and every decision in a fold."""
+    """Yield the table of stages, a sentence for each stage that saves memory, and all decisions in a fold."""
     yield markup.folded(stage_table(plan))
     lines = list(_savings(plan))
     yield f"<ul>{''.join(f'<li>{markup.sentence(line)}</li>' for line in lines)}</ul>" if lines else ""

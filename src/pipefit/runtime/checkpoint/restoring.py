@@ -235,7 +235,7 @@ def _fits(template: Any, value: Setting) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State of some stages: `tensors` by their keys; `part` makes the worker's part of the manifest of a `shard`."""
+    """State of some stages: `tensors` by key; `part` makes the worker's part of the manifest of a `shard`."""
 
     tensors: dict[str, Tensor]
     part: Callable[..., Part]

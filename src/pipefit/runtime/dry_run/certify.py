@@ -230,9 +230,7 @@ class Rehearsal:
     def _beside_each_other(
         self, fake: FakeTarget, run: Callable[[Sequence[Kin]], Rehearsed], every: Sequence[Kin]
     ) -> Rehearsed:
-        """Apply `run` to all kin; without `each`, to those that are predicted to be the fullest, and to the others if
-        these fit.
-        """
+        """Apply `run` to all kin; without `each`, to the fullest by prediction, and others if these fit."""
         plan = self.plan
         if self.each or not self.allocators or plan.prediction is None or len(every) <= _FIRST:
             return self._in_parallel(fake, run, every)

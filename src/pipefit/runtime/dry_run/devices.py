@@ -123,7 +123,7 @@ class AllLayers:
             self.alike &= own == other
 
     def _rises(self, runs: Sequence[tuple[Execution | None, object]], place: int) -> bool:
-        """Return whether an action passes through the repeat of a run from the first execution to the last."""
+        """Return whether an action passes through a run's repeat from the first execution to the last."""
         at, _ = runs[place]
         before = next((execution for execution, _ in reversed(runs[:place]) if execution is not None), None)
         return before is None or at is None or before == Execution(at.repeat, _TWIN)
@@ -592,7 +592,7 @@ def casts(short: Shortened, together: Sequence[Kin]) -> Iterator[Cast]:
 
 
 def unlike_layers(plan: Plan, every: Sequence[Kin]) -> frozenset[int]:
-    """Return the layers of sharded stages with a device of no kin, which cannot be run as if it owned others."""
+    """Return the layers of sharded stages with a device of no kin, which cannot run as if it owned others."""
     alone = {devices[0] for devices in every if len(devices) == 1}
     return frozenset(
         layer
