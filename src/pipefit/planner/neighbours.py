@@ -14,12 +14,14 @@ budget of work, and half as much again for splits that are not the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
-from itertools import accumulate, chain, pairwise, product
+from functools import partial
+from itertools import chain, pairwise, product
 from typing import NamedTuple
+
+import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.lowering import Recompute
@@ -27,11 +29,12 @@ from pipefit.memory import Costs
 from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.baselines.simple import parameters, time, uniform
+from pipefit.planner.bounds import in_flight
 from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import Simulated, shortened
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
-from pipefit.planner.hybrid.tables import DegreeTables, together_seconds
+from pipefit.planner.hybrid.tables import DegreeTables, StageSeconds, together_seconds
 from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
@@ -40,7 +43,7 @@ from pipefit.schema.plan import Objective, Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
 from pipefit.simulator.assembled import assembled
-from pipefit.timing import Group, layer_seconds
+from pipefit.timing import Group
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
 
@@ -105,6 +108,9 @@ class Simulations:
     def __init__(self, question: Question) -> None:
         self.question, self.work = question, 0
         self._tables: dict[Degree, DegreeTables] = {}
+        self._before: dict[
+            Degree, dict[object, StageSeconds]
+        ] = {}  # seconds before each edge, by kind of device
         self._parts_of: dict[Training, Parts] = {}
 
     def share_of(self, work: int) -> int:
@@ -206,14 +212,30 @@ class Simulations:
     def least(self, split: Split) -> float:
         """Return a lower bound of a step's seconds.
 
-        The slowest stage's passes on the fastest kind of device, or the collectives of all its microbatches.
+        The lines of `planner.bounds`, of stages on their slowest devices, or the collectives of all microbatches.
         """
-        result = []
-        for number, blocks in enumerate(pairwise(split.edges)):
-            start, stop = self.question.layers(*blocks)
-            before = self._before(Degree.of(split.grid(number)))
-            result += [before[stop] - before[start], self._exchanged(split.grid(number), *blocks)]
-        return self.question.training.microbatches * max(result)
+        how, stages = self.question.training, len(split.devices)
+        ranges = [*enumerate(pairwise(split.edges))]
+        forward, backward = np.array([self._passes(split.grid(n), *blocks) for n, blocks in ranges]).T
+        each, every = forward + backward, how.microbatches
+        result = every * max(each.max(), *(self._exchanged(split.grid(n), *blocks) for n, blocks in ranges))
+        if how.endless:
+            return float(result)
+        held = np.array([in_flight(how, number, stages) for number in range(stages)])
+        late = each.sum() + (every - held) * each + (held - 1) * np.maximum(forward, backward)
+        return float(max(result, (each.cumsum() + (every - 1) * each).max(), late.max()))
+
+    def _passes(self, grid: Grid, start: int, stop: int) -> tuple[float, float]:
+        """Return the seconds of a forward and of a backward of a stage of these blocks."""
+        degree, devices = Degree.of(grid), self.question.cluster.devices
+        kinds = {devices[number].kind.key: devices[number].kind for number in grid.devices}
+        for key in kinds.keys() - self._before.setdefault(degree, {}).keys():
+            self._before[degree][key] = self._tables_of(degree).before(kinds[key])
+        sums = [self._before[degree][key] for key in kinds]
+        return (
+            max(float(of.forward[stop] - of.forward[start]) for of in sums),
+            max(float(of.backward[stop] - of.backward[start]) for of in sums),
+        )
 
     def _exchanged(self, grid: Grid, start: int, stop: int) -> float:
         """Return the fewest seconds of a microbatch's collectives between the replicas of a stage.
@@ -230,21 +252,6 @@ class Simulations:
         ]
         halves = Group.of(self.question.cluster, replicas).halves
         return sum(float(together_seconds(halves, each[start, stop])) for each in nbytes)
-
-    @cached_property
-    def _before(self) -> Callable[[Degree], Sequence[float]]:
-        """Function from a degree to the seconds of the layers before each, on the fastest kind of device."""
-        question = self.question
-        kinds = {device.kind.key: device.kind for device in question.cluster.devices}.values()
-
-        @cache
-        def before(degree: Degree) -> Sequence[float]:
-            measured = question.measured(degree)
-            of_kinds = zip(*(layer_seconds(measured, kind, question.training) for kind in kinds), strict=True)
-            fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
-            return [0.0, *accumulate(fewest[: len(question.profile.layers)])]
-
-        return before
 
     def _parts(self, question: Question) -> Parts:
         """Return the shared programs of stages in steps of a question's microbatches."""
