@@ -142,8 +142,9 @@ LEARNED = """## What each source taught
   190 on H100, forward and backward.
 - **Depthwise and grouped convolutions, seconds.** Estimates of EfficientNet were up to 56 % too low: a depthwise
   convolution was a product on tensor cores with conversions of its images. Kernels of torch and cuDNN load an
-  element for every product and convert nothing. With that, EfficientNet and ConvNeXt are within 29 % on all GPUs,
-  half of them within 14 %. RegNet-Y with `channels_last` on an RTX 3090 still takes five times the estimate,
+  element for every product and convert nothing. With that, EfficientNet and ConvNeXt on one GPU are within 23 %,
+  half of them within 11 %; estimates for eight GPUs are 18 to 37 % too low, for a reason that is not known.
+  RegNet-Y with `channels_last` on an RTX 3090 still takes five times the estimate,
   presumably in cuDNN's direct kernels: they took 50 to 100 ms for a layer with 64 channels a group in a profile
   of pytorch/pytorch#34977.
 - **timm.** Its models are built by the library itself, in the release of July 2022, so the code that was measured
