@@ -166,7 +166,8 @@ def _html_words(cell: str) -> str:
     style = (
         f"background:linear-gradient(90deg,currentcolor {share}%,transparent 0);border:1px solid;opacity:.55"
     )
-    return f'<i aria-hidden="true" style="display:inline-block;width:8em;height:.7em;{style}"></i>{escape(words)}'
+    style = f"display:inline-block;width:8em;height:.7em;{style}"
+    return f'<i aria-hidden="true" style="{style}"></i>{escape(words)}'
 
 
 def _plain_text(text: str) -> str:

@@ -82,7 +82,14 @@ from pipefit.capture.flat_graph import (  # noqa: E402
     sweep,
     value,
 )
-from pipefit.capture.graph_layer import Binding, Contexts, GraphLayer, layer_class, register, wholes  # noqa: E402
+from pipefit.capture.graph_layer import (  # noqa: E402
+    Binding,
+    Contexts,
+    GraphLayer,
+    layer_class,
+    register,
+    wholes,
+)
 from pipefit.capture.model import (  # noqa: E402
     build_chain,
     built,
@@ -101,7 +108,13 @@ from pipefit.capture.plain_training import (  # noqa: E402
     in_slices,
     train_plainly,
 )
-from pipefit.capture.random_state import put_back, python_state, seed_all, seed_torch, torch_draws_alone  # noqa: E402
+from pipefit.capture.random_state import (  # noqa: E402
+    put_back,
+    python_state,
+    seed_all,
+    seed_torch,
+    torch_draws_alone,
+)
 from pipefit.capture.refusals import (  # noqa: E402
     STRANGER,
     Refusal,
@@ -112,7 +125,15 @@ from pipefit.capture.refusals import (  # noqa: E402
     refusing,
     refusing_compiled,
 )
-from pipefit.capture.sample import Sample, check_samples, in_mode, joined, pair, rows, samples_of  # noqa: E402
+from pipefit.capture.sample import (  # noqa: E402
+    Sample,
+    check_samples,
+    in_mode,
+    joined,
+    pair,
+    rows,
+    samples_of,
+)
 from pipefit.capture.sizes import Family, Sketch  # noqa: E402
 from pipefit.capture.storages import as_made, needed_bytes, placed, storage_key, without_memory  # noqa: E402
 from pipefit.capture.structure import Tree, Values  # noqa: E402

@@ -718,7 +718,8 @@ class _Clones:
         storage = tensor.untyped_storage()
         own = self._storages.get(storage.data_ptr())
         if own is None or not storage.nbytes():
-            own = self._storages[storage.data_ptr()] = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            own = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            self._storages[storage.data_ptr()] = own
             own.copy_(storage)
         made = torch.empty(0, dtype=tensor.dtype)
         made.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -303,8 +303,10 @@ def _casts_on_the_cpu() -> Iterator[CudaCasts]:
         for name, kernel in kernels.items():
             namespace, _, operator = name.partition("::")
             if namespace not in libraries:
-                libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-            libraries[namespace].impl(operator, kernel, _CPU_KEY, allow_override=True)  # type: ignore[no-untyped-call]
+                made = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                libraries[namespace] = made
+            library = libraries[namespace]
+            library.impl(operator, kernel, _CPU_KEY, allow_override=True)  # type: ignore[no-untyped-call]
     try:
         yield casts
     finally:

@@ -251,7 +251,11 @@ class _Inliner:
         self.name, self.graph = name, fx.Graph()
         self.autocasts, self._modules = autocasts, dict[str, fx.Node]()
         self.roles = {
-            spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
+            spec.arg.name: Role(
+                _KINDS[spec.kind],  # type: ignore[arg-type]
+                spec.target or spec.arg.name,
+                index,
+            )
             for index, spec in _numbered(program, name)
         }
         outputs = self._copy(program.graph_module, None, ())

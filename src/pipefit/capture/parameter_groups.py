@@ -137,7 +137,7 @@ def _couples(task: Task, kinds: Sequence[ParameterKind]) -> bool:
         try:
             alone, again = (trained(task, kinds, at_once=False, seed=seed) for seed in (0, 1))
             together = trained(task, kinds)
-        except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
+        except Exception:  # noqa: BLE001 -- optimizers differ; training explains it better
             return False
         if not all(one.is_given for one in (*alone, *together)):
             return False

@@ -113,7 +113,9 @@ class Family:
             key = module.pipefit_code.text, numbers
             if key not in known:
                 following = iter(numbers)
-                known[key] = module.pipefit_code.with_numbers(lambda _, rest=following: next(rest))  # type: ignore[misc]
+                known[key] = module.pipefit_code.with_numbers(
+                    lambda _, rest=following: next(rest)  # type: ignore[misc]
+                )
             module.pipefit_code = known[key]
 
     def has(self, chain: Chain, samples: int) -> bool:

@@ -168,13 +168,17 @@ class Task:
             if "UninitializedParameter" in str(error):
                 remedy = LAZY_REMEDY
             elif "meta tensor" in str(error):
-                remedy = "it reads numbers of tensors, but plans build modules without memory: pass the built module"
+                remedy = (
+                    "it reads numbers of tensors, but plans build modules without memory: "
+                    "pass the built module"
+                )
             raise UsageError(
                 f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}"
             ) from error
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"the function that builds {self.name} returned {kind_of(module)}: it must return an nn.Module"
+                f"the function that builds {self.name} returned {kind_of(module)}: "
+                "it must return an nn.Module"
             )
         return module
 

@@ -349,7 +349,8 @@ class _FunctionCall:
         """
         versions = [tensor._version for tensor in tensors]
         args, kwargs = self.given.with_tensors(tensors)
-        leaves, self.packing = pytree.tree_flatten(self.function.apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+        result = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        leaves, self.packing = pytree.tree_flatten(result)
         if versions != [tensor._version for tensor in tensors]:
             raise Refusal(f"{self.name} changes its arguments in place", in_a_whole_module=True)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
@@ -568,7 +569,7 @@ class _WholeForward:
                     result[opposite] = self._once(given)
             except (PipefitError, Refusal):
                 raise
-            except Exception as raised:  # noqa: BLE001 -- with values of no meaning a forward may raise anything
+            except Exception as raised:  # noqa: BLE001 -- meaningless values may raise anything
                 error = raised
         if not result:
             self._refuse(in_one_line(error))

@@ -313,12 +313,13 @@ def check_writable(directory: Path) -> None:
     )
     if not os.path.isdir(there):
         raise FileError(
-            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not a folder; name another"
+            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not a folder; "
+            "name another"
         )
     if reason := obstacle(there):
         raise FileError(
-            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not writable ({reason}); name "
-            "another folder"
+            f"{printable(directory)} cannot hold checkpoints: {printable(there)} is not writable ({reason}); "
+            "name another folder"
         )
 
 

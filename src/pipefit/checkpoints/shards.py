@@ -126,7 +126,10 @@ def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> di
         _check_bytes(file, nbytes, shard, source)
         with _parsed(file, path, source) as content:
             _check_tensors(content, wanted, source)
-            return {tensor.key: content.get_tensor(tensor.key) for tensor in wanted}  # type: ignore[no-untyped-call]
+            return {
+                tensor.key: content.get_tensor(tensor.key)  # type: ignore[no-untyped-call]
+                for tensor in wanted
+            }
 
 
 def check_header(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> None:

@@ -78,8 +78,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 _COMMANDS = (
-    demo, models, clusters, profile, plan, fit, simulate, certify, train, checkpoint, compare, diff, report, show,
-    export, doctor,
+    demo, models, clusters, profile, plan, fit, simulate, certify, train, checkpoint, compare, diff, report,
+    show, export, doctor,
 )  # fmt: skip
 for _module in _COMMANDS:
     app.command(_module.__name__.rpartition(".")[2], epilog=f"For example:\n\n\b\n  {_module.EXAMPLE}")(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
 
 Format = Literal[
-    "perfetto", "memory-viz", "pipelining", "split-points", "megatron", "torchtitan", "automodel", "deepspeed",
-    "trainer", "accelerate", "lightning", "slurm", "kubernetes",
+    "perfetto", "memory-viz", "pipelining", "split-points", "megatron", "torchtitan", "automodel",
+    "deepspeed", "trainer", "accelerate", "lightning", "slurm", "kubernetes",
 ]  # fmt: skip
 
 
@@ -34,10 +34,11 @@ def command(
         Format,
         typer.Option(
             metavar="TOOL",
-            help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
-            "torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. megatron: arguments. "
-            "torchtitan, automodel, deepspeed, accelerate: a configuration. trainer: Hugging Face's "
-            "TrainingArguments. lightning: the arguments of its Trainer. slurm, kubernetes: a launch file.",
+            help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. "
+            "pipelining: torch.distributed.pipelining's CSV. split-points: the stages of its pipeline. "
+            "megatron: arguments. torchtitan, automodel, deepspeed, accelerate: a configuration. trainer: "
+            "Hugging Face's TrainingArguments. lightning: the arguments of its Trainer. slurm, kubernetes: "
+            "a launch file.",
         ),
     ],
     output: Annotated[

@@ -114,8 +114,8 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With another trainer's file as MODEL: the checkpoint to train, by name or folder. Default: the "
-            "file's own.",
+            help="With another trainer's file as MODEL: the checkpoint to train, by name or folder. Default: "
+            "the file's own.",
         ),
     ] = None,
     output: Output = None,

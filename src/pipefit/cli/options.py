@@ -73,7 +73,8 @@ ClusterName = Annotated[
         "--cluster",
         "-c",
         metavar="NAME|FILE",
-        help="dgx1-v100, 4x-rtx-3090, 16xdgx-a100@25GB/s, emulated:4x256MiB, .toml or .json; see pipefit clusters.",
+        help="dgx1-v100, 4x-rtx-3090, 16xdgx-a100@25GB/s, emulated:4x256MiB, .toml or .json; "
+        "see pipefit clusters.",
     ),
 ]
 Settings = Annotated[

@@ -107,8 +107,8 @@ def command(
     tensor: Annotated[
         int | None,
         count_option(
-            does="Tensor-parallel ranks of every replica. Default: 1 for a MODEL, or more if nothing else fits; for a "
-            "PROFILE, joint and exact choose among its numbers of ranks."
+            does="Tensor-parallel ranks of every replica. Default: 1 for a MODEL, or more if nothing else "
+            "fits; for a PROFILE, joint and exact choose among its numbers of ranks."
         ),
     ] = None,
     sequences: Annotated[

@@ -320,8 +320,9 @@ def _megatron_offloading(plan: Plan, decoder: Decoder) -> list[tuple[str, ...]]:
         name = names.get(_module(plan, layer) if layer in decoder.layers else "")
         if name is None:
             raise UsageError(
-                f"Megatron does not offload tensors that {plan.profile.layers[layer]} saves, only inputs of norms, "
-                "projections and attention: plan with --planner exact (and --recompute always if that does not fit)"
+                f"Megatron does not offload tensors that {plan.profile.layers[layer]} saves, only inputs of "
+                "norms, projections and attention: "
+                "plan with --planner exact (and --recompute always if that does not fit)"
             )
         block = max(edge for edge in plan.profile.edges if edge <= layer)
         after = any(_module(plan, before) == "core_attn" for before in range(block, layer))
@@ -407,7 +408,8 @@ def torchtitan_config(plan: Plan) -> str:
         f"num_tokens_per_train_step={training.batch_size * result.sequence}, "
         f"max_context_length={result.sequence})\n"
         "else:\n"
-        f"    microbatches = dict(pipeline_parallel_microbatch_size={result.each(training.microbatch_size)})\n"
+        "    microbatches = dict("
+        f"pipeline_parallel_microbatch_size={result.each(training.microbatch_size)})\n"
         f"    batch = dict(local_batch_size={local}, global_batch_size={training.batch_size}, "
         f"seq_len={result.sequence})\n\n"
         "parallelism = ParallelismConfig(\n"
@@ -433,7 +435,8 @@ def _pipelined_decoder(plan: Plan, able: Abilities) -> Decoder:
     check_tokens(plan, able.tool)
     if result.tied and len(plan.stages) > 1:
         raise UsageError(
-            f"{able.tool}'s pipelines do not support shared weights of embedding and head: plan with --stages 1"
+            f"{able.tool}'s pipelines do not support shared weights of embedding and head: "
+            "plan with --stages 1"
         )
     return result
 
@@ -510,8 +513,8 @@ def automodel_recipe(plan: Plan) -> str:
     result, training = _pipelined_decoder(plan, able), plan.training
     if training.microbatches < len(plan.ranks) > 1:
         raise UsageError(
-            f"Automodel needs {counted(len(plan.ranks), 'microbatch')} for as many devices of a pipeline, not "
-            f"{training.microbatches}: plan with --microbatches {len(plan.ranks)} or more"
+            f"Automodel needs {counted(len(plan.ranks), 'microbatch')} for as many devices of a pipeline, "
+            f"not {training.microbatches}: plan with --microbatches {len(plan.ranks)} or more"
         )
     grid, samples = result.grid, result.each(training.microbatch_size)
     gathered = "float32" if training.precision == "float32" else "bfloat16"

@@ -36,7 +36,8 @@ def slurm_script(plan: Plan, file: str) -> str:
         "set -euo pipefail\n"
         f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         f"srun torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d "
-        f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:{_PORT}" "${{SCRIPT:-train.py}}" {shlex.quote(file)}\n'
+        f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:{_PORT}" '
+        f'"${{SCRIPT:-train.py}}" {shlex.quote(file)}\n'
     )
 
 

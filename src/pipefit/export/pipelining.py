@@ -37,8 +37,8 @@ def pipelining_csv(plan: Plan) -> str:
         )
     if len({(stage.grid.data, stage.grid.tensor) for stage in plan.stages}) > 1:
         raise UsageError(
-            "torch.distributed.pipelining sends from one device to one, but stages differ in replicas or shards: "
-            "plan with one number of --data and one of --tensor"
+            "torch.distributed.pipelining sends from one device to one, but stages differ in replicas or "
+            "shards: plan with one number of --data and one of --tensor"
         )
     starts = {number: stage.start for number, stage in enumerate(plan.stages)}
     program = lower(plan)

@@ -97,8 +97,8 @@ def _replicas(
     named = tool if engine == tool else f"{tool} with {engine}"
     if plan.cluster.backend != "cuda" and (engine == "FSDP2" or tool == "accelerate"):
         raise UsageError(
-            f"{named} silently divides nothing between processes on CPUs, and {plan.cluster.name} has emulated "
-            "devices: plan for a cluster of GPUs, or train the plan with pipefit"
+            f"{named} silently divides nothing between processes on CPUs, and {plan.cluster.name} has "
+            "emulated devices: plan for a cluster of GPUs, or train the plan with pipefit"
         )
     replace(able, tool=named, offloads=(*able.offloads, *offloads_too), **other).check(plan)
     if "parameters" in offloads and grid.data > 1 and grid.shard != "parameters":
@@ -208,8 +208,14 @@ def lightning_arguments(plan: Plan) -> str:
     replicas = _replicas(plan, "Lightning", ("DDP", "DeepSpeed"))
     ddp = replicas.engine == "DDP"
     hosts, each = hosts_of(plan)
-    precision = {"float32": "32-true", "bfloat16": "bf16-true", "mixed-bfloat16": "bf16-mixed",
-                 "mixed-float16": "16-mixed", "master-bfloat16": "bf16-true", "master-float16": "16-true"}  # fmt: skip
+    precision = {
+        "float32": "32-true",
+        "bfloat16": "bf16-true",
+        "mixed-bfloat16": "bf16-mixed",
+        "mixed-float16": "16-mixed",
+        "master-bfloat16": "bf16-true",
+        "master-float16": "16-true",
+    }
     config = {key: value for key, value in _deepspeed(replicas).items() if key.startswith("zero")}
     strategy = (
         repr("ddp" if len(plan.workers) > 1 else "auto") if ddp else f"DeepSpeedStrategy(config={config})"
@@ -217,7 +223,8 @@ def lightning_arguments(plan: Plan) -> str:
     imported = "" if ddp else "from lightning.pytorch.strategies import DeepSpeedStrategy\n\n"
     recomputed = "Recompute every block: model.gradient_checkpointing_enable() in configure_model.\n"
     return (
-        f'"""A plan of pipefit: {plan.profile.model}, local batches of {counted(replicas.samples, "sample")}.\n'
+        f'"""A plan of pipefit: {plan.profile.model}, '
+        f"local batches of {counted(replicas.samples, 'sample')}.\n"
         f'{recomputed if recomputes(plan) else ""}"""\n\n{imported}'
         "arguments = dict(\n"
         f"    accelerator={'gpu' if plan.cluster.backend == 'cuda' else 'cpu'!r},\n"

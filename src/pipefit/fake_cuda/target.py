@@ -456,7 +456,8 @@ class _Registered:
         for name, kernel in self.casts.kernels(known=self._known):
             namespace, _, operator = name.partition("::")
             if namespace not in self._libraries:
-                self._libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                self._libraries[namespace] = library
             self._libraries[namespace].impl(operator, kernel, _KEY)  # type: ignore[no-untyped-call]
             self._known.add(name)
 

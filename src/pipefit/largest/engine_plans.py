@@ -96,9 +96,9 @@ def _fitting(cluster: Cluster, asked: PlanOptions, make: Make, dry: Peaks | None
         best = plan if trials.fits(plan) else None
     if best is None:
         raise InfeasibleError(
-            f"{short}. No plan was found that fits there, of {counted(ROUNDS + 2, 'plan')} with more and more "
-            "memory reserved: plan fewer microbatches (--microbatches) or tensor-parallel ranks (--tensor), or "
-            "train with pipefit's own runtime"
+            f"{short}. No plan was found that fits there, of {counted(ROUNDS + 2, 'plan')} with more and "
+            "more memory reserved: plan fewer microbatches (--microbatches) or tensor-parallel ranks "
+            "(--tensor), or train with pipefit's own runtime"
         )
     return _told(best, f"Planned again, because {short} in the plan for pipefit's own runtime.")
 
@@ -185,8 +185,8 @@ def _shortage(plan: Plan, peaks: Sequence[int], lacking: Sequence[int]) -> str:
     device = max(lacking, key=lambda n: peaks[n] - budgets[n])
     need, budget, why = peaks[device], budgets[device], most_receive_buffers(plan)
     return (
-        f"on torch's engine device {device} needs {format_bytes(need)}, {format_bytes(need - budget)} over its "
-        f"{format_bytes(budget)}{why and f'; {why}'}"
+        f"on torch's engine device {device} needs {format_bytes(need)}, {format_bytes(need - budget)} over "
+        f"its {format_bytes(budget)}{why and f'; {why}'}"
     )
 
 

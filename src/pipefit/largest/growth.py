@@ -351,8 +351,8 @@ class Demand:
         if options.means.spill:
             return f"{tried}, gradients and parameters, {less}"
         return (
-            f"{tried}, {less} Not tried: offloading of gradients and parameters, which makes steps many times as "
-            "long (pipefit fit without --grow)."
+            f"{tried}, {less} Not tried: offloading of gradients and parameters, which makes steps many "
+            "times as long (pipefit fit without --grow)."
         )
 
 

@@ -283,7 +283,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tracked.category == _TEMPORARY and tracked() is not None:
                 self._move(tracked, _POSITION[category])
         self._born.clear()
-        return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
+        return MemorySample(
+            step=step,
+            action=self.action,
+            seconds=seconds,
+            bytes=tuple(self._peak_bytes),  # type: ignore[arg-type]
+        )
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Count the storages of these tensors as `category` from now on, also previously uncounted ones.
@@ -386,8 +391,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None and not retains_graph():
             self._spent.append(node.metadata.pop(_NUMBER))
         if tensor.requires_grad and torch.is_grad_enabled():
-            changed = product._base if func in _IN_PLACE_PRODUCTS and product._is_view() else product
-            self._products[weakref.ref(changed, self._forget_product)] = number or Number(self, value)  # type: ignore[arg-type]
+            changed: Any = product._base if func in _IN_PLACE_PRODUCTS and product._is_view() else product
+            self._products[weakref.ref(changed, self._forget_product)] = number or Number(self, value)
         return SCALAR_BYTES if is_used else 0
 
     def _forget_product(self, product: weakref.ref[Tensor]) -> None:

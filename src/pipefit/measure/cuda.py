@@ -152,7 +152,12 @@ class CudaMeter:
         known = max(self._before, self._bytes, key=lambda of: sum(of.values()))
         rest = max(peaks["requested"] - sum(known.values()), 0)  # other allocators report no statistics
         counted = tuple(known.get(c, rest if c is Category.ACTIVATIONS else 0) for c in CATEGORIES)
-        return MemorySample(step=step, action=self.action, seconds=seconds, bytes=counted)  # type: ignore[arg-type]
+        return MemorySample(
+            step=step,
+            action=self.action,
+            seconds=seconds,
+            bytes=counted,  # type: ignore[arg-type]
+        )
 
     @property
     def allocator(self) -> AllocatorPeaks:

@@ -52,7 +52,10 @@ from pipefit.units import format_bytes
 # A file that is damaged, or a link or pipe in its place, counts as empty and is replaced; nothing is written
 # to the target of a link. If no file can be written, nothing is cached.
 
-_TABLE = "CREATE TABLE IF NOT EXISTS kernels (machine, operation, kernel, digest, PRIMARY KEY (machine, operation))"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS kernels "
+    "(machine, operation, kernel, digest, PRIMARY KEY (machine, operation))"
+)
 
 
 _READ: dict[tuple[Path, str], dict[str, Kernel]] = {}  # kernels that were read, by file and machine
@@ -377,7 +380,8 @@ def _tensor_text(
     by = f" by {','.join(map(str, strides))}" if strides != _dense(shape) else ""
     if layout is not torch.strided:
         by = f" {str(layout).removeprefix('torch.')}"
-    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]{' conjugated' * conjugated}{' negated' * negated}"
+    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]"
+    text += " conjugated" * conjugated + " negated" * negated
     return f"{text} with gradient" if differentiable else text
 
 
@@ -639,7 +643,8 @@ class Known:
             return relaid(out, self._results)
         except RuntimeError as error:
             raise UsageError(
-                f"by its profile, {self._operation} has impossible results ({first_line(error)}): profile again"
+                f"by its profile, {self._operation} has impossible results ({first_line(error)}): "
+                "profile again"
             ) from error
 
 

@@ -755,7 +755,9 @@ class Residency:
     def changed(self, **fields: object) -> Residency:
         """Return another residency, with some fields changed."""
         names = ("held", "at", "values", "pieces", "back", "done", "away", "categories")
-        return Residency(**{name: fields.get(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
+        return Residency(
+            **{name: fields.get(name, getattr(self, name)) for name in names}  # type: ignore[arg-type]
+        )
 
 
 def begin() -> Residency:

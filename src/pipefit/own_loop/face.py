@@ -271,15 +271,15 @@ def planned(loop: Loop, budget_bytes: int, site: LoopDevice) -> LoopPlan:
 
 
 _BY_VALUE = (
-    "the shape of a tensor depends on values, such as the lengths of packed sequences, so its bytes are unknown "
-    "before it runs: pad it to a fixed length"
+    "the shape of a tensor depends on values, such as the lengths of packed sequences, so its bytes are "
+    "unknown before it runs: pad it to a fixed length"
 )
 _FUNCTIONAL = (
     "torch.func saves tensors out of sight, so no plan recomputes or offloads them: use torch.autograd"
 )
 _UNKNOWN = (
-    "if it trains without pipefit, it uses a number that a dry run does not know, such as an index that is read from "
-    "a tensor, or objects with tensors besides module and optimizer: pass these objects as state="
+    "if it trains without pipefit, it uses a number that a dry run does not know, such as an index that is "
+    "read from a tensor, or objects with tensors besides module and optimizer: pass these objects as state="
 )
 
 

@@ -146,8 +146,9 @@ class _Again:
         changed += [one for one in self._buffers if id(one[1]) not in here]
         for name, tensor, _ in changed:
             raise RuntimeError(
-                f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name} of {self._name} was modified "
-                "by an inplace operation, or replaced, between the forward and the backward of a call"
+                f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name} of {self._name} was "
+                "modified by an inplace operation, or replaced, "
+                "between the forward and the backward of a call"
             )
         for attributes, numbers in self._numbers:
             for own in {**numbers, **_numbers(attributes)}:
@@ -233,11 +234,11 @@ def check_free(module: nn.Module) -> None:
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise UsageError(
-                f"{name or 'the module'} is scripted, and torch.jit runs it out of sight: apply the plan to the "
-                "module as it was before torch.jit.script"
+                f"{name or 'the module'} is scripted, and torch.jit runs it out of sight: apply the plan to "
+                "the module as it was before torch.jit.script"
             )
         if getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
             raise UsageError(
-                f"{name or 'the module'} is compiled, and the compiler decides which tensors a compiled call saves: "
-                "apply the plan to the module as it was before torch.compile"
+                f"{name or 'the module'} is compiled, and the compiler decides which tensors a compiled call "
+                "saves: apply the plan to the module as it was before torch.compile"
             )

@@ -392,8 +392,9 @@ class Loop:
                         if isinstance(one, DistributedDataParallel):
                             if one.static_graph:
                                 raise UsageError(
-                                    "DistributedDataParallel with static_graph=True reduces the gradients of its first "
-                                    "step after the backward, which a dry run cannot follow: use static_graph=False"
+                                    "DistributedDataParallel with static_graph=True reduces the gradients of "
+                                    "its first step after the backward, which a dry run cannot follow: use "
+                                    "static_graph=False"
                                 )
                             reduce_alone(one)
                     yield run
@@ -564,8 +565,8 @@ def _reading_updates() -> Iterator[Counter[Optimizer]]:
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             raise UsageError(
-                f"{kind_of(optimizer)} chooses by values how often it calls its closure, so no dry run has its peak: "
-                "use an optimizer that steps once"
+                f"{kind_of(optimizer)} chooses by values how often it calls its closure, so no dry run has "
+                "its peak: use an optimizer that steps once"
             )
         stack.enter_context(updating())
         updates[optimizer] += 1

@@ -139,12 +139,12 @@ def record(
 
 
 _READS = (
-    "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every condition on "
-    "them true and with every one false"
+    "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every "
+    "condition on them true and with every one false"
 )
 _GROWS = (
-    f"no step of the first {MOST_STEPS} leaves the memory of an earlier one after every optimizer's second step: peaks "
-    "are those of these steps"
+    f"no step of the first {MOST_STEPS} leaves the memory of an earlier one after every optimizer's second "
+    "step: peaks are those of these steps"
 )
 _DRAWS = "the loop draws from the generators of Python or NumPy: peaks are those of the draws of the dry run"
 

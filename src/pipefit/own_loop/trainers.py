@@ -65,8 +65,9 @@ def _check_alone(ranks: int) -> None:
     """
     if ranks > 1:
         raise UsageError(
-            f"the Trainer trains on {ranks} ranks, and wraps the model only when it starts: describe the loop as a "
-            "function of a batch, with the model wrapped by DistributedDataParallel or sharded by fully_shard"
+            f"the Trainer trains on {ranks} ranks, and wraps the model only when it starts: describe the "
+            "loop as a function of a batch, "
+            "with the model wrapped by DistributedDataParallel or sharded by fully_shard"
         )
 
 
@@ -86,15 +87,16 @@ def _of_hugging_face(
         raise UsageError("the Trainer trains another model: pass its own, trainer.model")
     if trainer.args.fp16:
         raise UsageError(
-            "a dry run of a Trainer in float16 is not supported: train in bf16, or describe the loop as a function"
+            "a dry run of a Trainer in float16 is not supported: train in bf16, "
+            "or describe the loop as a function"
         )
     _check_alone(trainer.args.world_size)
     settings = ("activation_checkpointing", "gradient_checkpointing")  # by versions of transformers
     for name in settings:
         if getattr(trainer.args, name, False):
             raise UsageError(
-                f"the Trainer recomputes every block itself ({name}=True, TRL's default): set it to False, and the "
-                "plan recomputes what the budget needs"
+                f"the Trainer recomputes every block itself ({name}=True, TRL's default): set it to False, "
+                "and the plan recomputes what the budget needs"
             )
     count = trainer.args.gradient_accumulation_steps
     batches = _first_batches(trainer, count) if batch is None else [deepcopy(batch) for _ in range(count)]
@@ -176,7 +178,8 @@ def _of_lightning(
     _check_alone(trainer.world_size)
     if not module.automatic_optimization:
         raise UsageError(
-            "Lightning's Trainer does not define the step of manual optimization: describe it as a function of a batch"
+            "Lightning's Trainer does not define the step of manual optimization: "
+            "describe it as a function of a batch"
         )
     if batch is None:
         raise UsageError("pass a batch: Lightning's Trainer makes its loader only in fit")

@@ -190,7 +190,8 @@ def check_degrees(size: int, devices: int, options: PlanOptions, batch: int | No
     degree = Degree.requested(options)
     if degree.devices > devices:
         raise UsageError(
-            f"a stage of {degree} needs {counted(degree.devices, 'device')}, but there are {devices}: use fewer"
+            f"a stage of {degree} needs {counted(degree.devices, 'device')}, but there are {devices}: "
+            "use fewer"
         )
     if size % degree.data:
         raise UsageError(

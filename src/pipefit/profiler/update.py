@@ -173,7 +173,7 @@ def _undivided(optimizer: MakeOptimizer, options: Group) -> str:
             check_state_apart(whole, *([copies_of(whole).get(one, one)] for one in tried))
         except Undivided as result:
             return result.reason
-        except Exception:  # noqa: BLE001 -- what an optimizer asks of parameters is its own; training says it better
+        except Exception:  # noqa: BLE001 -- optimizers differ; training explains it better
             return ""
     return ""
 

@@ -209,7 +209,8 @@ def _replicas(recipe: Recipe, cluster: Cluster) -> int:
     replicas = recipe.replicas or devices // each
     if replicas * each > devices or replicas == 0:
         raise UsageError(
-            f"the configuration needs {counted(max(1, replicas) * each, 'device')}, but {cluster.name} has {devices}"
+            f"the configuration needs {counted(max(1, replicas) * each, 'device')}, "
+            f"but {cluster.name} has {devices}"
         )
     return replicas
 
@@ -294,8 +295,9 @@ def describe(found: RecipeAnswer, file: str) -> list[Block]:
         tried = f", of {len(found.changed)} tried" if found.changed else ""
         least = min((*found.changed, written), key=lambda variant: variant.need_bytes)
         blocks.append(
-            f"No change of this file was found that fits{tried}: the least is {format_bytes(least.need_bytes)}"
-            f"{f' with {_joined(least)}' if least.changes else ''}. pipefit plan searches all techniques."
+            f"No change of this file was found that fits{tried}: the least is "
+            f"{format_bytes(least.need_bytes)}{f' with {_joined(least)}' if least.changes else ''}. pipefit "
+            "plan searches all techniques."
         )
     notes = recipe.notes
     if _copies(recipe, found.cluster) > 1:
@@ -326,7 +328,10 @@ def _read(recipe: Recipe, plan: Plan) -> str:
         + (f" that divide {_DIVIDED[grid.shard]}" if grid.shard != "none" else "")
         + (f", in {copies} such groups" if copies > 1 else "")
         + (f", {grid.tensor} tensor-parallel ranks" if grid.tensor > 1 else ""),
-        f"{counted(recipe.samples, 'sample')} of {recipe.sequence:,} tokens, {training.microbatches} accumulated",
+        (
+            f"{counted(recipe.samples, 'sample')} of {recipe.sequence:,} tokens, "
+            f"{training.microbatches} accumulated"
+        ),
         f"{training.precision}, {recipe.optimizer}",
         "every block recomputed" if recipe.recompute else "nothing recomputed",
     ]

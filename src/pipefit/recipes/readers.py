@@ -160,8 +160,8 @@ _REFUSED_WITH_ADAPTERS = {
 }
 _APPROXIMATE = {
     **dict.fromkeys(
-        ("use_liger_kernel", "enable_liger_kernel", "use_unsloth", "liger_rope", "liger_rms_norm", "liger_layer_norm",
-         "liger_glu_activation", "liger_swiglu"),
+        ("use_liger_kernel", "enable_liger_kernel", "use_unsloth", "liger_rope", "liger_rms_norm",
+         "liger_layer_norm", "liger_glu_activation", "liger_swiglu"),
         "its fused kernels need less memory than predicted here",
     ),
     **dict.fromkeys(
@@ -178,21 +178,23 @@ _APPROXIMATE = {
 # Keys that change neither memory nor time: with a word for rates, durations, data, files or logs; others by
 # name; and what most FSDP and DeepSpeed files have
 _SILENT = re.compile(
-    r"(.*[._])?(alpha|assets|attention|attn|betas|chat|checkpoint|ckpt|clipping|comet|dataloader|datasets?|decay|dir|do|"
-    r"dump|epochs?|eps|epsilon|evals?|folder|freq|hub|interval|job|label|learning|log|logger|logging|loss|lr|metrics?|"
-    r"mlflow|momentum|norm|outputs?|overwrite|pad|padding|plot|preprocessing|profiling|push|report|resume|rng|run|"
-    r"samples|saves?|scheduler|seed|shuffle|special|steps|streaming|swanlab|template|tensorboard|tf32|timeout|tokenizer|"
-    r"trust|val|validation|wandb|warmup|workers|xla)([._].*)?|"
-    r"model_type|model_revision|type_of_model|is_\w+_derived_model|strict|(sample_|neat_)?packing|bf16|fp16|ddp_\w+|"
-    r"plugins|group_by_length|use_cache|local_rank|remove_unused_columns|train_on_\w+|roles\w*|mask_\w+|"
-    r"lora_target_linear|(gradient|activation)_checkpointing_kwargs.*|activation_checkpoint.selective_ac_option|"
-    r"dist_env.*|(completion|assistant)_only_loss|(.*\.)?_target_|double_quantization|quantiz.*|compile\..*|"
-    r"training.gc_freq|training.mixed_precision_reduce|parallelism.enable_async_tensor_parallel|"
-    r"auto_wrap_policy|transformer_layer_cls_to_wrap|(final_)?state_dict_type|cpu_ram_efficient_loading|use_orig_params|"
-    r"sync_module_states|(backward|forward)_prefetch|limit_all_gathers|min_num_params|(fsdp_)?version|"
-    r"(fp16|bf16|optimizer)\..*|zero_force_ds_cpu_optimizer|zero_allow_untested_optimizer|wall_clock_breakdown|"
-    r"zero_optimization\.(overlap_comm|contiguous_gradients|sub_group_size|\w*bucket_size|\w*prefetch\w*|stage3_\w+|"
-    r"round_robin_gradients|\w+partitions|reduce_scatter|offload_\w+\..+)"
+    r"(.*[._])?(alpha|assets|attention|attn|betas|chat|checkpoint|ckpt|clipping|comet|dataloader|datasets?|"
+    r"decay|dir|do|dump|epochs?|eps|epsilon|evals?|folder|freq|hub|interval|job|label|learning|log|logger|"
+    r"logging|loss|lr|metrics?|mlflow|momentum|norm|outputs?|overwrite|pad|padding|plot|preprocessing|"
+    r"profiling|push|report|resume|rng|run|samples|saves?|scheduler|seed|shuffle|special|steps|streaming|"
+    r"swanlab|template|tensorboard|tf32|timeout|tokenizer|trust|val|validation|wandb|warmup|workers|"
+    r"xla)([._].*)?|"
+    r"model_type|model_revision|type_of_model|is_\w+_derived_model|strict|(sample_|neat_)?packing|bf16|fp16|"
+    r"ddp_\w+|plugins|group_by_length|use_cache|local_rank|remove_unused_columns|train_on_\w+|roles\w*|"
+    r"mask_\w+|lora_target_linear|(gradient|activation)_checkpointing_kwargs.*|"
+    r"activation_checkpoint.selective_ac_option|dist_env.*|(completion|assistant)_only_loss|(.*\.)?_target_|"
+    r"double_quantization|quantiz.*|compile\..*|training.gc_freq|training.mixed_precision_reduce|"
+    r"parallelism.enable_async_tensor_parallel|auto_wrap_policy|transformer_layer_cls_to_wrap|"
+    r"(final_)?state_dict_type|cpu_ram_efficient_loading|use_orig_params|sync_module_states|"
+    r"(backward|forward)_prefetch|limit_all_gathers|min_num_params|(fsdp_)?version|(fp16|bf16|optimizer)\..*|"
+    r"zero_force_ds_cpu_optimizer|zero_allow_untested_optimizer|wall_clock_breakdown|"
+    r"zero_optimization\.(overlap_comm|contiguous_gradients|sub_group_size|\w*bucket_size|\w*prefetch\w*|"
+    r"stage3_\w+|round_robin_gradients|\w+partitions|reduce_scatter|offload_\w+\..+)"
 )
 _LAUNCHERS = {
     "compute_environment": "accelerate's launcher",
@@ -287,7 +289,8 @@ def read(file: str, model: str | None = None) -> Recipe:
         for mark, what in _LAUNCHERS.items():
             if mark in keys:
                 raise UsageError(
-                    f"{keys.file} is a configuration of {what}, which names no model: give the file of the training"
+                    f"{keys.file} is a configuration of {what}, which names no model: "
+                    "give the file of the training"
                 )
         names = ", ".join(one.name for one in TOOLS)
         raise UsageError(f"{keys.file} is not a configuration of a known trainer: those of {names} are read")
@@ -311,8 +314,8 @@ def _refuse(keys: Keys, techniques: Mapping[str, str]) -> None:
         value = keys.get(key, False)
         if value is True or (value and value not in (1, "none", "None")):  # a degree of 1 changes nothing
             raise UsageError(
-                f"{keys.file}: {key} needs {technique}, which pipefit does not plan: remove it to see what the "
-                "training needs without"
+                f"{keys.file}: {key} needs {technique}, which pipefit does not plan: remove it to see what "
+                "the training needs without"
             )
 
 
@@ -391,8 +394,8 @@ def _optimizer(keys: Keys, key: str, default: str = "adamw_torch") -> Literal["a
     name = str(keys.get(key, default)).lower()
     if name not in _OPTIMIZERS:
         raise UsageError(
-            f"{keys.file}: {key} {shortened(name)} has state of another size than AdamW's, which pipefit does not "
-            f"plan: write {keys.edit(key, default).line} to see what that needs"
+            f"{keys.file}: {key} {shortened(name)} has state of another size than AdamW's, which pipefit "
+            f"does not plan: write {keys.edit(key, default).line} to see what that needs"
         )
     return _OPTIMIZERS[name]
 
@@ -526,9 +529,9 @@ def _named(keys: Keys, key: str, named: object) -> object:
 
 
 def _trainer(
-    keys: Keys, base: str | None, reread: Reread, *, tool: str, model: str, tokens: int, samples: tuple[str, int],
-    recompute: bool, weights: Precision | None, adapters: Adapters | None, optimizer: str = "optim",
-    replicas: int | None = None, copies: int = 1,
+    keys: Keys, base: str | None, reread: Reread, *, tool: str, model: str, tokens: int,
+    samples: tuple[str, int], recompute: bool, weights: Precision | None, adapters: Adapters | None,
+    optimizer: str = "optim", replicas: int | None = None, copies: int = 1,
     edits: Mapping[Change, Edit] = MappingProxyType({}), notes: tuple[str, ...] = (),
 ) -> Recipe:  # fmt: skip
     """Return the recipe of a file that becomes `transformers.TrainingArguments`.
@@ -638,8 +641,9 @@ def _llama_factory(keys: Keys, base: str | None, reread: Reread) -> Recipe:
         keys.values["bf16"] = True
     lora = _adapters(keys, "lora_rank", 8, keys.get("lora_target", "all"))
     return _trainer(
-        keys, base, reread, tool="LLaMA-Factory", model="model_name_or_path", tokens=keys.count("cutoff_len", 2048),
-        samples=("per_device_train_batch_size", 8), recompute=not keys.get("disable_gradient_checkpointing", False),
+        keys, base, reread, tool="LLaMA-Factory", model="model_name_or_path",
+        tokens=keys.count("cutoff_len", 2048), samples=("per_device_train_batch_size", 8),
+        recompute=not keys.get("disable_gradient_checkpointing", False),
         weights=_half(keys) if kind == "lora" or keys.get("pure_bf16") else None,
         adapters=lora if kind == "lora" else None,
         edits={"recompute": keys.edit("disable_gradient_checkpointing", value=False)},
@@ -664,8 +668,8 @@ def _trl(keys: Keys, base: str | None, reread: Reread) -> Recipe:
 
 def _arguments(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     return _trainer(
-        keys, base, reread, tool="TrainingArguments", model="model_name_or_path", tokens=keys.count("max_length", 512),
-        samples=("per_device_train_batch_size", 8), recompute=False,
+        keys, base, reread, tool="TrainingArguments", model="model_name_or_path",
+        tokens=keys.count("max_length", 512), samples=("per_device_train_batch_size", 8), recompute=False,
         weights=None, adapters=None,
     )  # fmt: skip
 
@@ -721,8 +725,8 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     flavor = str(keys.get("model.flavor", "")).lower()
     if base is None and (keys.get("model.name") != "llama3" or flavor not in _TITAN):
         raise UsageError(
-            f"{keys.file}: {keys.get('model.name')} {flavor} has no known shape here: add --base with a checkpoint of "
-            "this shape"
+            f"{keys.file}: {keys.get('model.name')} {flavor} has no known shape here: add --base with a "
+            "checkpoint of this shape"
         )
     architecture, settings = _model(keys, "", base or _TITAN[flavor], tokens)
     copies = keys.count("parallelism.data_parallel_replicate_degree", 1)
@@ -732,7 +736,10 @@ def _torchtitan(keys: Keys, base: str | None, reread: Reread) -> Recipe:
     notes = _notes(keys)
     if mode == "selective":
         notes += (
-            "activation_checkpoint.mode: selective recomputation is read as none, so the peak is an upper bound",
+            (
+                "activation_checkpoint.mode: selective recomputation is read as none, "
+                "so the peak is an upper bound"
+            ),
         )
     schedule = str(keys.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     if schedule not in ("1f1b", "gpipe"):
@@ -816,7 +823,10 @@ def _megatron(file: str, values: Mapping[str, Any]) -> Recipe:
         notes += ("--recompute-method block is read as no recomputation, so the peak is an upper bound",)
     if half:
         notes += (
-            "gradients are counted in half precision; Megatron keeps them in float32, 2 bytes a parameter more",
+            (
+                "gradients are counted in half precision; Megatron keeps them in float32, "
+                "2 bytes a parameter more"
+            ),
         )
     optimizer = settings.pop("optimizer")
     whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

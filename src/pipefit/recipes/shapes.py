@@ -21,16 +21,18 @@ from pipefit.texts import meant, printable, shortened
 
 # Beginnings of arguments that do not change the model: parallelism, training, saving, data and logging
 _SILENT = (
-    "adam-", "async-", "attention-backend", "attention-softmax-in-fp32", "bf16", "calculate-", "ckpt-", "clip-grad",
-    "context-parallel-size", "data-", "dataloader-", "ddp-", "dist-", "distributed-", "eod-", "eval-", "exit-",
-    "finetune", "fp16", "global-batch-size", "hysteresis", "init-method-std", "initial-loss-scale", "load", "log-",
-    "loss-scale", "lr", "manual-gc", "merge-file", "micro-batch-size", "min-loss-scale", "min-lr", "mock-data",
-    "no-async-", "no-bias-", "no-create-attention-mask", "no-gradient-accumulation-fusion", "no-load-",
-    "no-masked-softmax-fusion", "no-mmap", "no-rope-fusion", "no-save-", "num-workers", "optimizer-", "overlap-",
-    "override-opt", "pipeline-model-parallel-", "profile", "rampup-batch-size", "recompute-", "rerun-", "save", "seed",
-    "sequence-parallel", "sgd-", "split", "start-", "tensor-model-parallel-size", "tensorboard-", "timing-",
-    "tokenizer-", "tp-comm-", "train-", "transformer-impl", "use-checkpoint-", "use-dist-", "use-distributed-optimizer",
-    "use-flash-attn", "use-mcore-models", "valid-", "virtual-pipeline-", "vocab-file", "wandb-", "weight-decay",
+    "adam-", "async-", "attention-backend", "attention-softmax-in-fp32", "bf16", "calculate-", "ckpt-",
+    "clip-grad", "context-parallel-size", "data-", "dataloader-", "ddp-", "dist-", "distributed-", "eod-",
+    "eval-", "exit-", "finetune", "fp16", "global-batch-size", "hysteresis", "init-method-std",
+    "initial-loss-scale", "load", "log-", "loss-scale", "lr", "manual-gc", "merge-file", "micro-batch-size",
+    "min-loss-scale", "min-lr", "mock-data", "no-async-", "no-bias-", "no-create-attention-mask",
+    "no-gradient-accumulation-fusion", "no-load-", "no-masked-softmax-fusion", "no-mmap", "no-rope-fusion",
+    "no-save-", "num-workers", "optimizer-", "overlap-", "override-opt", "pipeline-model-parallel-",
+    "profile", "rampup-batch-size", "recompute-", "rerun-", "save", "seed", "sequence-parallel", "sgd-",
+    "split", "start-", "tensor-model-parallel-size", "tensorboard-", "timing-", "tokenizer-", "tp-comm-",
+    "train-", "transformer-impl", "use-checkpoint-", "use-dist-", "use-distributed-optimizer",
+    "use-flash-attn", "use-mcore-models", "valid-", "virtual-pipeline-", "vocab-file", "wandb-",
+    "weight-decay",
 )  # fmt: skip
 _LLAMA = {
     "swiglu": True,
@@ -53,8 +55,9 @@ _NEEDED = (
 )
 _LARGEST_BYTES = 1 << 20  # of a file of arguments
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}  # Megatron's Adam decays weights as AdamW does
-_MORE = ("optimizer", "ffn-hidden-size", "group-query-attention", "num-query-groups", "rotary-base", "rotary-percent",
-         "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "norm-epsilon")  # fmt: skip
+_MORE = ("optimizer", "ffn-hidden-size", "group-query-attention", "num-query-groups", "rotary-base",
+         "rotary-percent", "untie-embeddings-and-output-weights", "use-rotary-position-embeddings",
+         "norm-epsilon")  # fmt: skip
 
 
 def megatron(file: str) -> tuple[str, dict[str, Any]]:
@@ -185,7 +188,8 @@ def _gpt(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple[s
         )
     settings = {
         "layers": found["num-layers"], "hidden": found["hidden-size"], "heads": found["num-attention-heads"],
-        "vocabulary": words, "sequence": found["seq-length"], "dropout": float(found["hidden-dropout"]), "tied": tied,
+        "vocabulary": words, "sequence": found["seq-length"], "dropout": float(found["hidden-dropout"]),
+        "tied": tied,
     }  # fmt: skip
     if "ffn-hidden-size" in found:
         settings["intermediate"] = found["ffn-hidden-size"]
@@ -198,8 +202,9 @@ def _llama(found: dict[str, Any], file: str, words: int, *, tied: bool) -> tuple
     heads = found["num-attention-heads"]
     groups = found.get("num-query-groups", 1) if found.get("group-query-attention") else heads
     return "hf:llama", {
-        "num_hidden_layers": found["num-layers"], "hidden_size": found["hidden-size"], "num_attention_heads": heads,
-        "num_key_value_heads": groups, "vocab_size": words, "sequence": found["seq-length"],
+        "num_hidden_layers": found["num-layers"], "hidden_size": found["hidden-size"],
+        "num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": words,
+        "sequence": found["seq-length"],
         "intermediate_size": found.get("ffn-hidden-size", int(found["hidden-size"] * 4 * 2 / 3 / 64) * 64),
         "max_position_embeddings": found["max-position-embeddings"], "tie_word_embeddings": tied,
         "attention_dropout": float(found["attention-dropout"]),
@@ -228,7 +233,8 @@ def torchtitan(name: str) -> tuple[str, dict[str, Any]]:
         )
     attention, forward = shape.layers[0].attention, shape.layers[0].feed_forward
     return "hf:llama", {
-        "num_hidden_layers": len(shape.layers), "hidden_size": shape.dim, "num_attention_heads": attention.n_heads,
+        "num_hidden_layers": len(shape.layers), "hidden_size": shape.dim,
+        "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads or attention.n_heads, "vocab_size": shape.vocab_size,
         "intermediate_size": forward.w1.out_features, "sequence": asked.training.seq_len,
         "max_position_embeddings": max(asked.training.seq_len, shape.max_seq_len),
@@ -242,8 +248,8 @@ CONFIGURATIONS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
 }
 
 
-_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-          "vocab_size")  # fmt: skip
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "vocab_size")  # fmt: skip
 _WHOLE_NUMBERS = (*_NAMES, "n_embd", "n_layer", "n_head", "head_dim", "num_local_experts")
 _MOST, _MOST_LAYERS = 1 << 24, 10_000
 _TIED = {"tie_word_embeddings": True}
@@ -311,8 +317,9 @@ def shape_of(name: str, tokens: int) -> tuple[str, dict[str, Any]]:
     if last not in _SHAPES:
         near = meant(last, _SHAPES)
         raise UsageError(
-            f"checkpoint {printable(name)} is neither a folder, nor in Hugging Face's cache, nor among those known "
-            f"here{f'; {near}' if near else ''}; download its config.json into a folder and name that instead"
+            f"checkpoint {printable(name)} is neither a folder, nor in Hugging Face's cache, nor among those "
+            f"known here{f'; {near}' if near else ''}; "
+            "download its config.json into a folder and name that instead"
         )
     architecture, sizes, more = _SHAPES[last]
     if not sizes:

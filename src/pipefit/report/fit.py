@@ -95,9 +95,9 @@ def _explained(overview: Overview) -> str:
     found = f"Of microbatches of {looked}, the table has the largest with a plan that fits"
     none = f"No plan was found for microbatches of {looked}"
     return (
-        f"Peaks are for microbatches of one sample with all activations kept. {found if known else none}: with "
-        "all activations kept, with recomputation allowed, and with offloading of tensors and optimizer state to the "
-        f"host allowed too.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
+        f"Peaks are for microbatches of one sample with all activations kept. {found if known else none}: "
+        "with all activations kept, with recomputation allowed, and with offloading of tensors and optimizer "
+        f"state to the host allowed too.{_largest_first(overview)}{_replicas_take_the_others(overview)}"
     )
 
 
@@ -179,8 +179,8 @@ def _limits(overview: Overview) -> str:
         f"With microbatches of {counted(attempt.value, 'sample')} and all activations kept, device {device} "
         "limits"
     )
-    holds = f"stage {attempt.stage} ({first_to_last(attempt.blocks)}) needs {format_bytes(attempt.need_bytes)}: {what}."
-    return f"{size}: {holds}"
+    stage = f"stage {attempt.stage} ({first_to_last(attempt.blocks)})"
+    return f"{size}: {stage} needs {format_bytes(attempt.need_bytes)}: {what}."
 
 
 def _next(overview: Overview, asked: str) -> Iterator[str]:

@@ -185,8 +185,8 @@ def holds_for(plan: Plan) -> str:
         return ""
     threads = counted(assumptions.threads, "thread")
     return (
-        f"Peaks are for {assumptions.cpu} with {assumptions.capability}, torch {assumptions.torch} and {threads}: "
-        "kernels may need other memory elsewhere."
+        f"Peaks are for {assumptions.cpu} with {assumptions.capability}, torch {assumptions.torch} and "
+        f"{threads}: kernels may need other memory elsewhere."
     )
 
 

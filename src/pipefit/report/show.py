@@ -505,8 +505,8 @@ def describe_loop_plan(plan: LoopPlan) -> list[Block]:
 # ---- Any document
 
 Shows = (
-    Cluster | Comparison | PlanDifference | Fit | LoopPlan | Measurement | ModelProfile | Overview | Plan | PostMortem
-    | Program | Trace | UncheckedProgram
+    Cluster | Comparison | PlanDifference | Fit | LoopPlan | Measurement | ModelProfile | Overview | Plan
+    | PostMortem | Program | Trace | UncheckedProgram
 )  # fmt: skip
 
 

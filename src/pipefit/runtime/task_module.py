@@ -233,7 +233,8 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            kwargs = kwargs or {}
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func is Tensor.copy_ and isinstance(args[0], Absent) and not isinstance(args[1], Absent):
             result = args[0].with_numbers(args[1])
             for registry, name in args[0]._places:
@@ -259,7 +260,8 @@ def _refuse(arguments: Any) -> NoReturn:
     first = next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Absent))
     raise UsageError(
         f"{first._name} cannot be read on this worker, which does not keep it whole: read a checkpoint "
-        "(trainer.save) or the tensors of this worker (trainer.state_dict), or load whole weights into the module"
+        "(trainer.save) or the tensors of this worker (trainer.state_dict), "
+        "or load whole weights into the module"
     )
 
 

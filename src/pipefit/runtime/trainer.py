@@ -551,8 +551,8 @@ class Trainer:
         """
         if self._must_load:
             raise UsageError(
-                f"{self.task.name} lacked tensors when this trainer was made, because an earlier trainer left "
-                "them to other workers: load a checkpoint (load, resume) or weights (load_weights, "
+                f"{self.task.name} lacked tensors when this trainer was made, because an earlier trainer "
+                "left them to other workers: load a checkpoint (load, resume) or weights (load_weights, "
                 "load_state_dict) first"
             )
 

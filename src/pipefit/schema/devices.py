@@ -460,8 +460,8 @@ class Link:
             )
         if not 0 <= self.reduces <= 1:
             raise UsageError(
-                f"{self._named}: reduces is the fraction of its rate that a switch reaches which reduces data, "
-                f"at most 1, or 0 for none, not {self.reduces:g}"
+                f"{self._named}: reduces is the fraction of its rate that a switch reaches which reduces "
+                f"data, at most 1, or 0 for none, not {self.reduces:g}"
             )
         _check_rates(self._named, self.copy_rate)
         if self.latency_seconds >= LONGEST_SECONDS:

@@ -316,8 +316,8 @@ class Plan:
                 raise UsageError(
                     f"the {data} replicas of stage {number} cannot split a microbatch of "
                     f"{counted(size, 'sample')} evenly: use "
-                    f"{dividing(size, every, training.batch_size, training.microbatches)}, or another number of "
-                    "replicas"
+                    f"{dividing(size, every, training.batch_size, training.microbatches)}, "
+                    "or another number of replicas"
                 )
             if size // data not in known:
                 raise UsageError(

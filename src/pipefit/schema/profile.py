@@ -523,9 +523,8 @@ class ModelProfile:
         sizes = ", ".join(str(measurement.microbatch_size) for measurement in self.measurements)
         assumptions = self.assumptions
         return (
-            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {assumptions.precision}, "
-            "kernels of "
-            f"{assumptions.target}>"
+            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, "
+            f"{assumptions.precision}, kernels of {assumptions.target}>"
         )
 
     @property

@@ -123,7 +123,11 @@ class Operation:
 
     def replicated(self) -> Strategy:
         """Return the strategy in which every rank does the whole operation, correct for any operation."""
-        call = Call(target=self.node.target, args=self.node.args, kwargs=self.node.kwargs)  # type: ignore[arg-type]
+        call = Call(
+            target=self.node.target,  # type: ignore[arg-type]
+            args=self.node.args,
+            kwargs=self.node.kwargs,
+        )
         return Strategy(operands=dict.fromkeys(self.node.all_input_nodes, R), result=R, call=call)
 
     def changed(self, **given: Any) -> Call:

@@ -93,7 +93,8 @@ class Steps:
                 self._operation(node)
         last = len(stage.layers) - (0 if stage.has_loss else 1)
         self._end_blocks(stage.block(last))
-        self.outputs = [self._in_form(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+        returned: Any = stage.graph.output_node().args[0]
+        self.outputs = [self._in_form(node, R, last) for node in returned]
 
     def _end_blocks(self, block: int) -> None:
         """End all blocks before `block`: values that cross are replicated."""
@@ -232,7 +233,8 @@ class _StepWriter:
             map_aggregate(item, lambda leaf: self._argument(leaf, operands))
             for item in (step.call.args, dict(step.call.kwargs))
         )
-        self.known[step.made] = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
+        made = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
+        self.known[step.made] = made
 
     def finished(self, outputs: Sequence[Key], *, ends_block: bool) -> LayerCode:
         """Return the code, which returns `outputs`."""

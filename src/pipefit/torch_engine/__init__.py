@@ -14,8 +14,8 @@ from pipefit.errors import UsageError
 
 if torch.__version__ < "2.13":
     raise UsageError(
-        f"torch {torch.__version__} runs models to find the shapes of messages: pipefit needs torch 2.13 or newer for "
-        "torch.distributed.pipelining, or use pipefit's own runtime (pipefit.Trainer)"
+        f"torch {torch.__version__} runs models to find the shapes of messages: pipefit needs torch 2.13 or "
+        "newer for torch.distributed.pipelining, or use pipefit's own runtime (pipefit.Trainer)"
     )
 
 from pipefit.torch_engine.certifying import certify_pipeline

@@ -159,8 +159,8 @@ class StageModule(nn.Module):
         )
         if versions != [value._version for value in values]:
             raise UsageError(
-                f"{layers[0].name} changes its inputs in place, so its forward cannot be recomputed: keep its "
-                "activations, or use layers with inplace=False"
+                f"{layers[0].name} changes its inputs in place, so its forward cannot be recomputed: keep "
+                "its activations, or use layers with inplace=False"
             )
         return result
 

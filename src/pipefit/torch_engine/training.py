@@ -376,8 +376,8 @@ class Pipeline:
         training = self.plan.training
         if sum(cut.sizes) != training.batch_size:
             raise UsageError(
-                f"the batch holds {counted(sum(cut.sizes), 'sample')}, but torch's engine runs batches of exactly "
-                f"{training.batch_size}: drop the last batch of an epoch (drop_last=True)"
+                f"the batch holds {counted(sum(cut.sizes), 'sample')}, but torch's engine runs batches of "
+                f"exactly {training.batch_size}: drop the last batch of an epoch (drop_last=True)"
             )
         return local_batches(self.plan, self._rank, cut.inputs, cut.targets, self.device)
 
@@ -427,8 +427,8 @@ def _join(hardware: Hardware, timeout_seconds: float) -> None:
     count = len(hardware.plan.workers)
     if count > 1:
         raise UsageError(
-            f"the plan uses {counted(count, 'device')}, and torch's engine runs one worker for each: start this "
-            f"script with torchrun --nproc-per-node {count}"
+            f"the plan uses {counted(count, 'device')}, and torch's engine runs one worker for each: start "
+            f"this script with torchrun --nproc-per-node {count}"
         )
     join_alone(hardware.backend)
 

@@ -41,7 +41,9 @@ def schedule_of_actions(
     stages: list[PipelineStage], microbatches: int, loss: Any, orders: dict[int, list[Cell]]
 ) -> PipelineScheduleMulti:
     """Return a schedule that computes in the `orders` of all ranks of the stages; torch adds messages."""
-    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+    schedule = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        stages, microbatches, loss_fn=loss, scale_grads=False
+    )
     schedule._prepare_schedule_with_comms(
         {
             rank: [_Action(stage, _KINDS[kind], microbatch) for stage, kind, microbatch in cells]
@@ -88,7 +90,9 @@ def agree_in_advance(schedule: PipelineSchedule) -> None:
 def release_fake_outputs(stages: Sequence[PipelineStage]) -> None:
     """Let stages drop sent fake outputs, as torch since 2.15 drops outputs of its own class only."""
     for stage in stages:
-        stage._output_slot_is_releasable = lambda output, last=stage.is_last: (not last, "")  # type: ignore[attr-defined]
+        stage._output_slot_is_releasable = (  # type: ignore[attr-defined]
+            lambda output, last=stage.is_last: (not last, "")
+        )
 
 
 # ---- Messages

@@ -261,9 +261,9 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
             if why:
                 what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
                 raise UsageError(
-                    f"stage {stage} cannot recompute {what}, which {why}, because a second forward may differ "
-                    "from the first: recompute other runs of layers, or none; or keep state that a forward "
-                    "changes in buffers, and draw from torch's default generator"
+                    f"stage {stage} cannot recompute {what}, which {why}, because a second forward may "
+                    "differ from the first: recompute other runs of layers, or none; or keep state that a "
+                    "forward changes in buffers, and draw from torch's default generator"
                 )
 
 

@@ -39,8 +39,8 @@ def check_for_torch(plan: Plan) -> None:
     check_slices(plan, None)
     if reason := next(_reasons(plan), None):
         raise UsageError(
-            f"torch.distributed.pipelining {reason}: train this plan with pipefit's own runtime (pipefit.Trainer, "
-            "or pipefit train without --engine), or plan without it"
+            f"torch.distributed.pipelining {reason}: train this plan with pipefit's own runtime "
+            "(pipefit.Trainer, or pipefit train without --engine), or plan without it"
         )
 
 

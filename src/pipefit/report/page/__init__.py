@@ -283,7 +283,8 @@ def _stages(plan: Plan) -> Iterator[str]:
     left = len(plan.decisions) - len(shown)
     more = f"<p>and {left} more</p>" if left else ""
     summary = counted(len(plan.decisions), "decision")
-    yield f'<details><summary>{summary}</summary><div class="wide">{html([*freed(plan), table])}</div>{more}</details>'
+    body = f'<div class="wide">{html([*freed(plan), table])}</div>{more}'
+    yield f"<details><summary>{summary}</summary>{body}</details>"
 
 
 def _savings(plan: Plan) -> Iterator[str]:

@@ -351,8 +351,7 @@ def _values(fit: Fit, across: _Scale, tried: Sequence[Attempt]) -> str:
     for attempt in tried:
         x = across(attempt.value)
         if x - last > 64:
-            shown.append(
-                f'<text class="soft" x="{x:.1f}" y="{_HEIGHT - 22}">{named_value(fit.grown, attempt.value)}</text>'
-            )
+            label = named_value(fit.grown, attempt.value)
+            shown.append(f'<text class="soft" x="{x:.1f}" y="{_HEIGHT - 22}">{label}</text>')
             last = x
     return f'{"".join(shown)}<text x="{_LEFT}" y="{_HEIGHT - 5}">{escape(fit.grown)}</text>'

@@ -97,7 +97,8 @@ def _peak(device: DeviceTrace, largest: int) -> str:
     share = f"{100 * device.peak_bytes / budget:.1f} %" if budget else ""
     at = f" at {text(device.peak.action)}" if device.peak else ""
     return (
-        f'<button type="button" class="device" data-device="{device.device}"><span>device {device.device}</span>'
+        f'<button type="button" class="device" data-device="{device.device}">'
+        f"<span>device {device.device}</span>"
         f'<span class="bar">{parts}{cap}</span><span class="figure{" over" if over else ""}">'
         f"{format_bytes(device.peak_bytes)} <small>{share}{at}</small></span></button>"
     )

@@ -285,7 +285,7 @@ class _Writing:
             self.done.set()
             if self.saver.rank == 0:
                 self._complete()
-        except BaseException as error:  # noqa: BLE001 - a thread that ends silently would pass for one that has written
+        except BaseException as error:  # noqa: BLE001 - a silent end would pass for success
             failure = SaveFailed(self._sentence(error), self.target.step)
         finally:
             self._end(failure)

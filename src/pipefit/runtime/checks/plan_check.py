@@ -73,9 +73,9 @@ def warn_of_accumulation(plan: Plan, batches: int) -> None:
     for device, nbytes in enumerate(Simulation(plan).accumulated_peaks()):
         if (lack := nbytes - plan.cluster.devices[device].memory_bytes) > 0:
             warnings.warn(
-                f"with accumulate={batches}, device {device} needs {format_bytes(nbytes)}, {format_bytes(lack)} more "
-                "than it has, because gradients exist from the start of every batch but the first: keep that much "
-                "free with --reserve, or plan more microbatches per step",
+                f"with accumulate={batches}, device {device} needs {format_bytes(nbytes)}, "
+                f"{format_bytes(lack)} more than it has, because gradients exist from the start of every "
+                "batch but the first: keep that much free with --reserve, or plan more microbatches per step",
                 PipefitWarning,
                 stacklevel=3,
             )

@@ -583,8 +583,8 @@ def _check_same(plan: Plan) -> None:
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise UsageError(
-            f"worker {' and '.join(others)} would train by another plan than worker 0: plan once, save the plan, "
-            "and let all workers load it"
+            f"worker {' and '.join(others)} would train by another plan than worker 0: plan once, save the "
+            "plan, and let all workers load it"
         )
 
 

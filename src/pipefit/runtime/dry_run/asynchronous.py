@@ -225,7 +225,12 @@ class Effects:
         for position, (action, labelled) in enumerate(zip(actions, of_actions, strict=True)):
             change = self._known[labelled.label]
             peak = plus(self._level, change.at_peak)
-            yield MemorySample(step=step, action=str(action), seconds=float(position), bytes=peak)  # type: ignore[arg-type]
+            yield MemorySample(
+                step=step,
+                action=str(action),
+                seconds=float(position),
+                bytes=peak,  # type: ignore[arg-type]
+            )
             self._level = plus(self._level, change.after)
 
 

@@ -245,7 +245,10 @@ def apart(values: Values) -> Values:
 
     Numbers and memory are shared, and gradients pass; no other code may read the memory of such a value.
     """
-    return tuple(_Apart.apply(v) if v._is_view() and v.requires_grad else v for v in values)  # type: ignore[no-untyped-call]
+    return tuple(
+        _Apart.apply(v) if v._is_view() and v.requires_grad else v  # type: ignore[no-untyped-call]
+        for v in values
+    )
 
 
 def leave(graph: GraphEnds, outputs: Values) -> None:
@@ -265,7 +268,10 @@ def backward(graph: GraphEnds, waiting: Sequence[Waiting] = ()) -> None:
     after its last use.
     """
     root, graph.root = graph.root, None
-    roots: list[Tensor] = [_Late.apply(one, one.parameter) for one in waiting]  # type: ignore[no-untyped-call]
+    roots: list[Tensor] = [
+        _Late.apply(one, one.parameter)  # type: ignore[no-untyped-call]
+        for one in waiting
+    ]
     if root is not None:
         _pass_over(root, graph.incoming or ())
         roots.append(root)
@@ -338,7 +344,8 @@ def born_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and parameter.grad is None:
-            hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(give_memory)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(give_memory)  # type: ignore[no-untyped-call]
+            hooks[id(parameter)] = hook
     try:
         yield
     finally:

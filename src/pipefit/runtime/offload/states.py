@@ -196,10 +196,11 @@ class StateMover:
         content.storages = storages_of(self._tensors(content, updates), f"{action} cannot offload {kept}")
         nbytes = sum(nbytes for _, nbytes in content.storages)
         if nbytes > content.planned or (nbytes != content.planned and updates.is_whole(kept)):
-            why = "it is not stored in tensors of the optimizer's state, or its size changes"
+            why = "several tensors share their memory, or its size changes"
+            if kept.kind == "optimizer":
+                why = "it is not stored in tensors of the optimizer's state, or its size changes"
             raise UsageError(
-                f"{action}: {nbytes} bytes for {kept}, but {content.planned} by the plan: "
-                f"{why if kept.kind == 'optimizer' else 'several tensors share their memory, or its size changes'}; "
+                f"{action}: {nbytes} bytes for {kept}, but {content.planned} by the plan: {why}; "
                 "keep it on the device, or profile and plan it again"
             )
         if kept.kind == "optimizer" and content.storages and not content.apart:
@@ -298,7 +299,8 @@ class StateMover:
         content.storages = storages_of(tensors, refusal)
         if sum(nbytes for _, nbytes in content.storages) > content.planned:
             raise UsageError(
-                f"the plan reserves only {content.planned} bytes for {content.kept}: profile and plan it again"
+                f"the plan reserves only {content.planned} bytes for {content.kept}: "
+                "profile and plan it again"
             )
         self._copy_at_once(content, outward=True)
         content.changed = False

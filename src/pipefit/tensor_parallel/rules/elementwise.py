@@ -51,8 +51,9 @@ def over_groups(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 ALONG = frozenset(
     {
-        "softmax", "_softmax", "log_softmax", "_log_softmax", "mean", "sum", "amax", "amin", "var", "std", "logsumexp",
-        "cumsum", "cumprod", "norm", "linalg_vector_norm", "all", "any", "prod", "argmax", "argmin", "flip",
+        "softmax", "_softmax", "log_softmax", "_log_softmax", "mean", "sum", "amax", "amin", "var", "std",
+        "logsumexp", "cumsum", "cumprod", "norm", "linalg_vector_norm", "all", "any", "prod", "argmax",
+        "argmin", "flip",
     }
 )  # fmt: skip
 
