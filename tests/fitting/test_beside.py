@@ -25,6 +25,7 @@ import pipefit
 import torch
 from pipefit.processes import forking
 from pipefit.fake_cuda import chain as sizes
+from pipefit.fake_cuda.target import FakeTarget
 from pipefit.largest import task_plans as reserving
 from pipefit.largest.overview import fit
 from pipefit.largest.task_plans import certify
@@ -32,6 +33,7 @@ from pipefit.profiler import fake
 from fake.test_sizes import asking
 
 GPUS = pipefit.Cluster.preset("4x-titan-rtx")
+FakeTarget("cuda")  # autograd counts devices, before torch.export of torch 2.14 adds eight
 torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))  # imports for all forks at once
 
 
