@@ -185,7 +185,7 @@ class Simulations:
         return True
 
     def _parameter_bytes(self, split: Split, number: int) -> int:
-        """Return the most bytes of parameters that a stage's replica keeps, if replicas divide them by layer."""
+        """Return the most parameter bytes that a stage's replica keeps, if replicas divide them by layer."""
         start, stop = self.question.layers(*split.edges[number : number + 2])
         grid = split.grid(number)
         costs = self.question.measured(Degree.of(grid)).costs[start:stop]
@@ -212,7 +212,8 @@ class Simulations:
     def least(self, split: Split) -> float:
         """Return a lower bound of a step's seconds.
 
-        The lines of `planner.bounds`, of stages on their slowest devices, or the collectives of all microbatches.
+        The lines of `planner.bounds`, of stages on their slowest devices, or the collectives of all
+        microbatches.
         """
         how, stages = self.question.training, len(split.devices)
         ranges = [*enumerate(pairwise(split.edges))]
@@ -240,8 +241,8 @@ class Simulations:
     def _exchanged(self, grid: Grid, start: int, stop: int) -> float:
         """Return the fewest seconds of a microbatch's collectives between the replicas of a stage.
 
-        Its gradients are reduced. Parameters are gathered twice, but those of the first and of the last bucket
-        may stay from one pass to the next.
+        Its gradients are reduced. Parameters are gathered twice, but those of the first and of the last
+        bucket may stay from one pass to the next.
         """
         if not grid.divides_gradients:
             return 0.0
@@ -320,7 +321,7 @@ def is_small(question: Question) -> bool:
 
 
 def is_very_large(question: Question) -> bool:
-    """Return whether there are too many stages and devices to try other state and schedules for the best plan."""
+    """Return whether stages and devices are too many to try other state and schedules for the best plan."""
     return candidates(question, question.shards[:1]) * len(question.cluster.devices) > _MANY
 
 
@@ -336,7 +337,8 @@ def beside(split: Split) -> Iterator[Split]:
 def _together(question: Question, splits: Iterable[Split]) -> Iterator[Split]:
     """Yield the splits whose replicas reduce gradients in more buckets, or also divide their state.
 
-    With more buckets than blocks, collectives of every microbatch would take long to simulate and gain little.
+    With more buckets than blocks, collectives of every microbatch would take long to simulate and gain
+    little.
     """
     numbers = dict.fromkeys((*_BUCKETS, question.blocks))
     for split, shard, buckets in product(splits, question.shards, numbers):
@@ -378,8 +380,8 @@ class _NeighbourSearch:
     ) -> Mixed | None:
         """Return the first split that fits and is faster than the best.
 
-        With `following`, the fastest of all splits. Once the budget is used up, as many as `more` are simulated within
-        twice the budget.
+        With `following`, the fastest of all splits. Once the budget is used up, as many as `more` are
+        simulated within twice the budget.
         """
         self._left = more
         for split in splits:

@@ -195,27 +195,29 @@ def counts_upto(most: int) -> list[int]:
 class Least:
     """Lower bound of the seconds of a step, over all stages on all grids, without collectives.
 
-    A stage on k devices does the work of `rates` device seconds in a second, more or less than k as its kernels
-    are more or less efficient for its local batches. In a step of T seconds with M microbatches it takes c
-    seconds for each of them, and r for recomputation, where by the lines of `planner.bounds`, with P the seconds
-    of a microbatch in all stages before and S in all stages,
+    A stage on k devices does the work of `rates` device seconds in a second, more or less than k as its
+    kernels are more or less efficient for its local batches. In a step of T seconds with M microbatches it
+    takes c seconds for each of them, and r for recomputation, where by the lines of `planner.bounds`, with P
+    the seconds of a microbatch in all stages before and S in all stages,
 
         P + M (c + r) <= T        and        S + m c <= T
 
-    with m = M - n + (n - 1) b for n microbatches in flight; backwards take at least the part b of all seconds.
-    All stages together do the `work` of all blocks with the devices that there are. By each line alone, this is a
-    knapsack whose Lagrangian relaxation bounds the work in a second:
+    with m = M - n + (n - 1) b for n microbatches in flight; backwards take at least the part b of all
+    seconds. All stages together do the `work` of all blocks with the devices that there are. By each line
+    alone, this is a knapsack whose Lagrangian relaxation bounds the work in a second:
 
     - by the first line, a stage after s others works for (1 - 1/M)^s T at most;
-    - by the second line, c <= (T - S) / m. At w units of work a second on average, each second of a microbatch
-      in a stage of rate v gains v - w, and all gain w T. Every stage between others has at least one device.
+    - by the second line, c <= (T - S) / m. At w units of work a second on average, each second of a
+      microbatch in a stage of rate v gains v - w, and all gain w T. Every stage between others has at least
+      one device.
 
     At the end of its forward, a microbatch's saved tensors that are not recomputed are on the stage's own
-    devices. If they exceed the memory of all devices, the cheapest are recomputed. Recomputation takes at most as
-    long as the forward, so c is at least 1 / (2 - b) of c + r, and the first line has that part of 1/M.
+    devices. If they exceed the memory of all devices, the cheapest are recomputed. Recomputation takes at
+    most as long as the forward, so c is at least 1 / (2 - b) of c + r, and the first line has that part of
+    1/M.
 
-    A slower device counts as the part of a device of the fastest kind that it is for some block. An asynchronous
-    schedule waits for no microbatch.
+    A slower device counts as the part of a device of the fastest kind that it is for some block. An
+    asynchronous schedule waits for no microbatch.
 
     Cost: some milliseconds, and a sum over the layers for each degree and kind of device.
     """
@@ -266,7 +268,7 @@ class Least:
         )
 
     def seconds(self, devices: int) -> float:
-        """Return the lower bound of a step on this number of devices; infinity if none of them has the memory."""
+        """Return the lower bound of a step on this number of devices; infinity if they lack memory."""
         room, stages = float(self.speeds[:devices].sum()), min(self.stages, devices)
         every, work, again = self.microbatches, self.work, self.work + self.again
         if self.late is None:
@@ -325,7 +327,7 @@ _PRICES = 24  # compared prices of a device
 
 
 def _least_of(bound: Callable[[Floats], Floats], top: Floats) -> Floats:
-    """Return about the least values of convex bounds over prices from zero to `top`, each of its own price."""
+    """Return about the least values of convex bounds over prices from zero to `top`, each of its own."""
     low, high = np.zeros_like(top), top
     part = (5**0.5 - 1) / 2
     result = np.minimum(bound(low), bound(high))
@@ -355,7 +357,7 @@ def _late(question: Question, schedules: Sequence[str], backward: float) -> Floa
 
 
 def _recomputed(question: Question, degrees: Floats, excess: Floats) -> float:
-    """Return the least device seconds, over their `excess`, of a microbatch's recomputation for lack of memory.
+    """Return the least device seconds, over `excess`, of a microbatch's recomputation for lack of memory.
 
     Infinity if nothing may be recomputed.
     """
