@@ -21,6 +21,7 @@ from pipefit.planner.hybrid.search import LONG, WORK, Hybrid, HybridSearch, budg
 from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.memory_choices import BlockPrices
 from pipefit.planner.problem import Degree, Question
+from pipefit.schema.devices import DeviceKind
 from pipefit.schema.grids import Sharding
 
 # ---- Dynamic programming for long questions, over (first block, devices used)
@@ -251,17 +252,18 @@ class Least:
         of_blocks = degrees[:, None] * fewest
         excess = of_blocks.sum(axis=1) / of_blocks.sum(axis=1).min()
         part = float(np.min(passes[:, :, 1][costs > 0] / costs[costs > 0], initial=1.0))
+        prices = [BlockPrices(question.of_one(degree)) for degree in question.degrees]
         speeds = {
-            key: float(np.max(fewest[costs[:, kind] > 0] / costs[:, kind][costs[:, kind] > 0], initial=0.0))
-            for kind, key in enumerate(kinds)
+            kind.key: max(_speed(fewest, costs[:, number]), *(_speed_again(one, kind) for one in prices))
+            for number, kind in enumerate(kinds.values())
         }
         return Least(
             work=float((of_blocks / excess[:, None]).min(axis=0).sum()),
-            again=_recomputed(question, degrees, excess),
+            again=_recomputed(question, prices, degrees, excess),
             backward=part,
             degrees=degrees,
             rates=degrees / excess,
-            speeds=np.sort([speeds[one.kind.key] or 1.0 for one in question.cluster.devices])[::-1],
+            speeds=np.sort([speeds[one.kind.key] for one in question.cluster.devices])[::-1],
             stages=question.stages,
             microbatches=question.training.microbatches,
             late=None if question.training.endless else _late(question, schedules, part),
@@ -356,12 +358,22 @@ def _late(question: Question, schedules: Sequence[str], backward: float) -> Floa
     return least
 
 
-def _recomputed(question: Question, degrees: Floats, excess: Floats) -> float:
+def _speed(fastest: Floats, seconds: Floats) -> float:
+    """Return the largest part of the fastest speed that seconds mean; 1 if nothing takes time."""
+    return float(np.max(fastest[seconds > 0] / seconds[seconds > 0], initial=0.0)) or 1.0
+
+
+def _speed_again(prices: BlockPrices, kind: DeviceKind) -> float:
+    """Return the largest part of the fastest speed with which a kind of device recomputes a layer."""
+    own = BlockPrices(prices.question, (kind,))
+    return _speed(np.array(prices.layers), np.array(own.layers))
+
+
+def _recomputed(question: Question, prices: Sequence[BlockPrices], degrees: Floats, excess: Floats) -> float:
     """Return the least device seconds, over `excess`, of a microbatch's recomputation for lack of memory.
 
     Infinity if nothing may be recomputed.
     """
-    prices = [BlockPrices(question.of_one(degree)) for degree in question.degrees]
     kept = np.array([one.kept_by_layers() for one in prices])
     nbytes = (degrees[:, None] * kept).min(axis=0)
     seconds = np.array([one.layers for one in prices]) / excess[:, None]
