@@ -20,7 +20,7 @@ from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.timing import layer_seconds
 from support.microbatch_size_profiles import sized, written
-from support.synthetic_models import AMPLE, devices, layer, measurement, plain, profile, skewed, value
+from support.synthetic_models import AMPLE, devices, layer, measurement, plain, profile, skewed, value, work
 from support.tight_questions import fastest as fastest_of
 from support.tight_questions import keeping_layer, random_case, uneven_case
 
@@ -203,6 +203,22 @@ def test_the_cheapest_bytes_that_do_not_fit_are_recomputed(missing: int, seconds
         training=Training(batch_size=1, microbatches=1, schedule="1f1b"),
     )
     assert Least.of(asked).again == pytest.approx(seconds)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])
+def test_a_block_without_backward_leaves_a_bound(schedule: str) -> None:
+    """A frozen block, whose backward takes no time, divides nothing by zero."""
+    one = layer((value(1),), (value(1),), seconds=1.0)
+    asked = Question(
+        profile=profile(
+            measurement([replace(one, backward=work(0.0)), *[one] * 7], layer((value(1),), (value(4),)))
+        ),
+        cluster=devices(*[AMPLE] * 8),
+        training=Training(batch_size=4, microbatches=4, schedule=schedule),
+    )
+    made = written(asked.profile, asked.cluster, asked.training, tuple(range(9)), [1] * 8)
+    assert 0.0 < Least.of(asked).seconds(8) <= Simulation(made).step_seconds[-1] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])

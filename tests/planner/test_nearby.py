@@ -16,12 +16,13 @@ from pipefit.planner.evaluation import Simulated
 from pipefit.planner.mixed_degrees import mixed
 from pipefit.planner.neighbours import Simulations
 from pipefit.planner.problem import Split
-from pipefit.schema.grids import Sharding
+from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from support.microbatch_size_profiles import sized, written
 from support.synthetic_models import AMPLE, devices, plain, skewed
+from support.tight_questions import uneven_case
 
 
 def question(seed: int) -> Question:
@@ -175,6 +176,25 @@ def test_no_step_is_shorter_than_its_lower_bound(seed: int) -> None:
         ]
         edges = (0, *(stage.stop for stage in made.stages))
         split = Split(edges, tuple(grid.devices[0] for grid in grids), tuple(grids))
+        simulations = Simulations(asked)
+        assert simulations.least(split) <= simulations.of(split).seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_lower_bound_holds_for_replicas_on_unequal_devices(seed: int, microbatches: int) -> None:
+    """Replicas of stages on fast and slow devices, in any order, take no less than the bound."""
+    rng = Random(seed)
+    case = uneven_case(rng, ("1f1b", "eager-1f1b", "gpipe"), layers=4, devices=4)
+    links = tuple(replace(link, bytes_per_second=1e6, latency_seconds=0.0) for link in case.cluster.links)
+    there = tuple(replace(device, memory_bytes=AMPLE) for device in case.cluster.devices)
+    asked = Question(
+        profile=sized(case.profile.measurements[0], 2, 1),
+        cluster=replace(case.cluster, devices=there, links=links),
+        training=replace(case.training, batch_size=2 * microbatches, microbatches=microbatches),
+    )
+    grids = [Grid(devices=pair, data=2) for pair in ((0, 1), (2, 3))]
+    for split in (Split((0, 2, 4), (0, 2), tuple(grids)), Split((0, 4), (0,), tuple(grids[:1]))):
         simulations = Simulations(asked)
         assert simulations.least(split) <= simulations.of(split).seconds * (1 + 1e-9)
 

@@ -212,31 +212,33 @@ class Simulations:
     def least(self, split: Split) -> float:
         """Return a lower bound of a step's seconds.
 
-        The lines of `planner.bounds`, of stages on their slowest devices, or the collectives of all
-        microbatches.
+        The collectives of all microbatches, or the lines of `planner.bounds`, each of the slowest device of a
+        stage and the fastest ones of all others: replicas of two stages need not wait for each other.
         """
         how, stages = self.question.training, len(split.devices)
         ranges = [*enumerate(pairwise(split.edges))]
-        forward, backward = np.array([self._passes(split.grid(n), *blocks) for n, blocks in ranges]).T
-        each, every = forward + backward, how.microbatches
+        passes = [self._passes(split.grid(number), *blocks) for number, blocks in ranges]
+        forward, backward = np.array([max(of_kinds, key=sum) for of_kinds in passes]).T
+        fewest, each = np.array([min(map(sum, of_kinds)) for of_kinds in passes]), forward + backward
+        every = how.microbatches
         result = every * max(each.max(), *(self._exchanged(split.grid(n), *blocks) for n, blocks in ranges))
         if how.endless:
             return float(result)
         held = np.array([in_flight(how, number, stages) for number in range(stages)])
-        late = each.sum() + (every - held) * each + (held - 1) * np.maximum(forward, backward)
-        return float(max(result, (each.cumsum() + (every - 1) * each).max(), late.max()))
+        late = fewest.sum() + (every - held) * each + (held - 1) * np.maximum(forward, backward)
+        return float(max(result, (fewest.cumsum() - fewest + every * each).max(), late.max()))
 
-    def _passes(self, grid: Grid, start: int, stop: int) -> tuple[float, float]:
-        """Return the seconds of a forward and of a backward of a stage of these blocks."""
+    def _passes(self, grid: Grid, start: int, stop: int) -> list[tuple[float, float]]:
+        """Return the seconds of a stage's forward and backward, for each of its kinds of devices."""
         degree, devices = Degree.of(grid), self.question.cluster.devices
         kinds = {devices[number].kind.key: devices[number].kind for number in grid.devices}
-        for key in kinds.keys() - self._before.setdefault(degree, {}).keys():
-            self._before[degree][key] = self._tables_of(degree).before(kinds[key])
-        sums = [self._before[degree][key] for key in kinds]
-        return (
-            max(float(of.forward[stop] - of.forward[start]) for of in sums),
-            max(float(of.backward[stop] - of.backward[start]) for of in sums),
-        )
+        known = self._before.setdefault(degree, {})
+        for key in kinds.keys() - known.keys():
+            known[key] = self._tables_of(degree).before(kinds[key])
+        return [
+            (float(sums[stop] - sums[start]), float(more[stop] - more[start]))
+            for sums, more, _ in map(known.__getitem__, kinds)
+        ]
 
     def _exchanged(self, grid: Grid, start: int, stop: int) -> float:
         """Return the fewest seconds of a microbatch's collectives between the replicas of a stage.

@@ -207,7 +207,8 @@ class Least:
     seconds. All stages together do the `work` of all blocks with the devices that there are. By each line
     alone, this is a knapsack whose Lagrangian relaxation bounds the work in a second:
 
-    - by the first line, a stage after s others works for (1 - 1/M)^s T at most;
+    - by the first line, stages work no more than if one after s others worked for (1 - 1/M)^s T, the fastest
+      first (a linear programme, as in `planner.bounds.simple_bound`);
     - by the second line, c <= (T - S) / m. At w units of work a second on average, each second of a
       microbatch in a stage of rate v gains v - w, and all gain w T. Every stage between others has at least
       one device.
@@ -277,7 +278,7 @@ class Least:
             return every * again / self._at_once(np.ones(stages), room)
         after: Floats = np.arange(stages, dtype=float)
         rate = self._at_once((1 - 1 / every) ** after, room) / every
-        if self.late[0] > 0:
+        if self.late[:stages].min() > 0:  # else a stage without backwards holds all microbatches
             rate = self._on_average(self.late[:stages], room, rate)
         if not self.again:
             return work / rate
@@ -446,6 +447,8 @@ def _labelled(search: HybridSearch, level: float, at_most: float, most: int) -> 
     slowest = at_most
     if at_most == _INFINITE:
         slowest = _FIRST * Least.of(search.question).seconds(len(search.question.cluster.devices))
+        if slowest == _INFINITE:
+            return []
     result = _within(search, level, slowest)
     while not result and at_most == _INFINITE and slowest < longest:
         slowest *= 2
