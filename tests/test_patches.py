@@ -18,7 +18,11 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from pipefit.torch_internals import patches
-from pipefit.torch_internals.fake_tensors import FakeTensorMode, meta_registrations
+from pipefit.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    meta_registrations,
+)
 
 
 class Case(NamedTuple):
@@ -141,6 +145,30 @@ def copied_with() -> str:
         return "data" if copy.deepcopy(parameter).grad is None else "gradient"
 
 
+def copied_value() -> str:
+    """Return the number of a copy of a fake tensor with a known number."""
+    with FakeTensorMode() as mode:
+        try:
+            return read(copy.deepcopy(torch.tensor(3), {id(mode): mode}))
+        except RuntimeError:
+            return "refused"
+
+
+def value_of_other_data() -> str:
+    """Return the number of a fake tensor whose data was replaced by that of one without a known number."""
+    with FakeTensorMode():
+        number = torch.tensor(3)
+        number.data = torch.empty((), dtype=torch.int64)
+        return read(number)
+
+
+def read(number: Tensor) -> str:
+    try:
+        return str(number.item())
+    except DataDependentOutputException:
+        return "unknown"
+
+
 def scaled() -> str:
     """Return whether a loss scaler steps its optimizer in spite of an infinite gradient."""
     parameter = nn.Parameter(torch.zeros(1))
@@ -181,6 +209,8 @@ CASES = {
     "sizes of storages": Case(lambda: patches.resizes_seen(SEEN.append), resized, 1, 0),
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
     "copied parameters": Case(patches.parameters_copied_alone, copied_with, "data", "gradient"),
+    "copied values": Case(patches.values_known_of_originals, copied_value, "unknown", "refused"),
+    "values of other data": Case(patches.values_known_of_originals, value_of_other_data, "unknown", "3"),
     "numbers in texts": Case(patches.formatted_numbers, formatted, "0.500", "refused"),
     "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),

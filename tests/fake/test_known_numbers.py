@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,62 @@ def test_a_factory_reads_lists_that_it_makes(target: Target) -> None:
                 with pytest.raises(DataDependentOutputException):
                     unknown.item()
         assert torch.linspace(0, 1, 4).constant is None  # type: ignore[attr-defined]
+
+
+class Placed(nn.Module):
+    """A linear layer whose input gets the numbers of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("places", torch.arange(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.places)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_layers_with_numbers_are_copied_without_them(target: Target) -> None:
+    """`nn.TransformerEncoder` copies its layer; what follows for a copy is not true of the original."""
+    with FakeTarget(target) as fake, fake.assuming_nothing():
+        original = Placed()
+        changed = copy.deepcopy(original)
+        assert (changed.places.shape, changed.places.dtype) == ((8,), torch.int64)
+        changed.places += 1
+        with pytest.raises(DataDependentOutputException):
+            changed.places.tolist()
+        assert original.places.tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_known_numbers_follow_the_memory_that_a_tensor_has(target: Target) -> None:
+    """A tensor over an array has the array's numbers; one with other data has the numbers of none."""
+    with FakeTarget(target) as fake, fake.assuming_nothing():
+        array = np.arange(3.0)
+        over = torch.from_numpy(array)
+        array[0] = 9
+        assert over.tolist() == [9.0, 1.0, 2.0]
+        over.mul_(2)
+        assert array.tolist() == over.tolist() == [18.0, 2.0, 4.0]
+        other = torch.arange(3.0)
+        other.data = torch.randn(3)
+        with pytest.raises(DataDependentOutputException):
+            other.tolist()
+
+
+def test_a_factory_of_copied_layers_fits() -> None:
+    """The layers have buffers of known numbers."""
+
+    def build() -> nn.Module:
+        layer = Placed()
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    task = Task(build, batch=batch, loss=nn.functional.mse_loss)
+    found, expected = (profile(one, microbatch_size=2) for one in (task, replace(task, module=build())))
+    assert found.measurements == expected.measurements
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "master-bfloat16"])

@@ -68,7 +68,12 @@ from pipefit.torch_internals.fake_tensors import (
     foreach_utils,
     privateuse1_name,
 )
-from pipefit.torch_internals.patches import counting_as_cuda, no_negative_variance, without_gpus
+from pipefit.torch_internals.patches import (
+    counting_as_cuda,
+    no_negative_variance,
+    values_known_of_originals,
+    without_gpus,
+)
 
 # ---- The attention kernel that CUDA chooses
 #
@@ -510,6 +515,7 @@ class FakeTarget:
         with ExitStack() as stack:
             stack.enter_context(without_gpus())
             stack.enter_context(no_negative_variance())
+            stack.enter_context(values_known_of_originals())
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
             if self.target == "cuda":
@@ -614,6 +620,8 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
                 with self:
                     return pytree.tree_map_only(Tensor, lambda each: _laid_out(each, layout), made)
             single = func in _NUMBERS and made.shape == ()
+            if func is aten.lift_fresh.default and not self.assumes and _is_shared(args[0]):
+                self.know(made, args[0])
             listed = func in _RANGES and not self.assumes and made.numel() <= _MOST_KNOWN
             if (single or listed) and made.device.type == "cpu":
                 with without_dispatch_modes():
@@ -641,6 +649,11 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> _BuildMode:
         return self  # copied fake tensors, as in `nn.TransformerEncoder`, keep their mode
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether a real tensor is over memory of another library, such as an array of NumPy."""
+    return type(tensor) is Tensor and not tensor.untyped_storage().resizable()
 
 
 class _Forgetful(FakeTensorConverter):

@@ -243,6 +243,39 @@ def _without_gradient(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
+# ---- Known values of fake tensors
+#
+# They are an attribute of the tensor, which `copy.deepcopy` would copy as a fake tensor, and which stays when
+# `tensor.data` is set.
+
+
+@contextmanager
+def values_known_of_originals() -> Iterator[None]:
+    """Let copies by `copy.deepcopy` in the body have no known values, nor tensors whose data is replaced."""
+    data: Any = Tensor.data
+    copied: Callable[..., Any] = Tensor.__deepcopy__
+
+    def set_data(tensor: Tensor, other: Tensor) -> None:
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
+        data.__set__(tensor, other)
+
+    def copy_alone(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(tensor, FakeTensor) or tensor.constant is None:
+            return copied(tensor, memo)
+        known, tensor.constant = tensor.constant, None
+        try:
+            return copied(tensor, memo)
+        finally:
+            tensor.constant = known
+
+    with (
+        _replaced(Tensor, "__deepcopy__", copy_alone),
+        _replaced(Tensor, "data", property(data.__get__, set_data)),
+    ):
+        yield
+
+
 # ---- Numbers in texts
 
 
