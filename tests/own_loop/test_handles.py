@@ -664,6 +664,46 @@ def test_impossible_requests() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_optimizers_that_step_seldom() -> None:
+    """The state of one that steps in every eighth call is counted; one that does not step is named."""
+    module = mlp()
+
+    def planned(calls: int) -> LoopPlan:
+        number, optimizer = 0, torch.optim.Adam(module.parameters())
+
+        def step(batch: Any) -> None:
+            nonlocal number
+            mean_square(module(batch[0]), batch[1]).backward()
+            number += 1
+            if number % calls == 0:
+                optimizer.step()
+                for parameter in module.parameters():
+                    parameter.grad.zero_()  # type: ignore[union-attr]
+
+        return apply(module, budget=10**9, batch=vectors(), optimizer=optimizer, step=step).plan
+
+    counted, missed = planned(8), planned(32)
+    state = sum(2 * parameter.nbytes + 4 for parameter in module.parameters())
+    assert counted.peak_bytes[1] - missed.peak_bytes[1] == state
+    assert counted.gap == ""
+    assert "Adam does not step in them, so its update and state are not counted" in missed.gap
+
+
+def test_an_optimizer_that_is_not_found_is_refused() -> None:
+    """Its state would not be counted."""
+    module = mlp()
+    inner = types.SimpleNamespace(optimizer=torch.optim.Adam(module.parameters()))
+    outer = types.SimpleNamespace(inner=inner)
+
+    def step(batch: Any) -> None:
+        mean_square(module(batch[0]), batch[1]).backward()
+        outer.inner.optimizer.step()
+
+    with pytest.raises(UsageError, match=r"steps an? Adam that a dry run does not find.*optimizer="):
+        apply(module, budget=10**9, batch=vectors(), step=step)
+    assert apply(module, budget=10**9, batch=vectors(), step=step, state=[inner]).plan.gap == ""
+
+
 def test_variables_of_a_step() -> None:
     """Tensors that a step uses by name are counted; its counters and lists are as before the dry run."""
     module, weight, losses, count = mlp(), torch.ones(8, 32), [torch.ones(3)], 0

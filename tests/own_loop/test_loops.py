@@ -146,6 +146,47 @@ def remembered() -> Made:
     return module, (optimizer,), step, vectors
 
 
+def rarely_remembered() -> Made:
+    """Keeps something in every second call, until it has four."""
+    module, recent, calls = mlp(), deque[Tensor](maxlen=4), 0
+    optimizer = torch.optim.SGD(module.parameters())
+
+    def step(batch: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            recent.append(torch.zeros(50_000))
+        nn.functional.mse_loss(module(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return module, (optimizer,), step, vectors
+
+
+class Several:
+    """Optimizers that step in turn."""
+
+    def __init__(self, module: nn.Sequential) -> None:
+        self.optimizers = [torch.optim.Adam(part.parameters()) for part in (module[:2], module[2:])]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def held() -> Made:
+    """The optimizers are in a list of an object that the step uses."""
+    module = mlp()
+    several = Several(module)
+
+    def step(batch: Any) -> None:
+        nn.functional.mse_loss(module(batch[0]), batch[1]).backward()
+        several.step()
+
+    return module, (), step, vectors
+
+
 def judged() -> Made:
     """A copy of the updated model makes the loss of the next call."""
     module = mlp()
@@ -164,21 +205,32 @@ def judged() -> Made:
 
 LOOPS = {
     make.__name__: make
-    for make in (accumulated, autocast, scaled, adversarial, in_backward, counted, judged, remembered)
+    for make in (
+        accumulated,
+        autocast,
+        scaled,
+        adversarial,
+        in_backward,
+        counted,
+        held,
+        judged,
+        rarely_remembered,
+        remembered,
+    )
 }
 
 
 def trained(name: str, budget: int | None) -> tuple[list[int], dict[str, Tensor], Any]:
-    """Train seven steps; return the peaks of each, the final state, and the handle."""
+    """Train eleven steps; return the peaks of each, the final state, and the handle."""
     torch.manual_seed(0)
     module, optimizers, step, batch = LOOPS[name]()
     others = [one for one in (c.cell_contents for c in step.__closure__) if isinstance(one, nn.Module)]
     handle = None
     if budget is not None:
         torch.manual_seed(3)
-        handle = apply(module, budget=budget, batch=batch(), optimizer=optimizers, step=step)
+        handle = apply(module, budget=budget, batch=batch(), optimizer=optimizers or None, step=step)
     torch.manual_seed(7)
-    batches = [batch() for _ in range(7)]
+    batches = [batch() for _ in range(11)]
 
     def loop() -> None:
         for one in batches:

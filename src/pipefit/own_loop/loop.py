@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pipefit.capture import contrary, otherwise, refusing_compiled, updating
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.target import FakeTarget
+from pipefit.fake_cuda.target import FakeTarget, is_fake
 from pipefit.own_loop.known_values import KnownValues
 from pipefit.own_loop.offloading import on_no_host
 from pipefit.schema.trace import Category
@@ -289,7 +289,7 @@ class Loop:
     loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[Any], Any] | None = None
     state: tuple[Any, ...] = field(default=())
-    steps: int = 0  # of a dry run; 0 runs until steps repeat
+    steps: int = 20  # of a dry run, at most
     state_on_host: bool = False  # whether optimizer state is on the host between steps
     opposite: bool = False  # whether conditions on unknown values are false in a dry run, instead of true
     contrary: frozenset[str] = frozenset()  # places in code whose conditions get the other answer
@@ -301,6 +301,13 @@ class Loop:
         modules = {id(m): m for one in given if isinstance(one, nn.Module) for m in one.modules()}
         given += [one for module in modules.values() for one in sharding_of(module)]
         given += [one for module in modules.values() for one in vars(module).values() if not _is_hooks(one)]
+        given += [
+            optimizer
+            for one in given
+            if _has_attributes(one) and not isinstance(one, nn.Module)
+            for optimizer in _of_containers(list(vars(one).values()))
+            if isinstance(optimizer, Optimizer)
+        ]
         others = {id(one): one for one in given if _has_attributes(one) and id(one) not in modules}
         return [*modules.values(), *others.values()]
 
@@ -341,8 +348,9 @@ class Loop:
         return any(isinstance(one, DistributedDataParallel) or sharding_of(one) for one in self._objects())
 
     @contextmanager
-    def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[], Iterator[int]]]:
-        """Yield a function that runs the steps over fake tensors, and yields each one's number at its end.
+    def over_fakes(self, fake: FakeTarget, meter: Any) -> Iterator[Callable[[], Iterator[Updates]]]:
+        """Yield a function that runs the steps over fake tensors, and yields at each one's end the number
+        of updates so far by each optimizer.
 
         `meter` counts from the parameters on. Random states and the user's objects are put back.
         """
@@ -381,11 +389,13 @@ class Loop:
                 meter.tag([*resident, *gradients], Category.PARAMETERS)
                 del resident, gradients
 
-                def run() -> Iterator[int]:
-                    batches = (self._made_batch(stand, meter) for _ in range(self.steps or MOST_STEPS))
+                def run() -> Iterator[Updates]:
+                    batches = (self._made_batch(stand, meter) for _ in range(self.steps))
                     steps = self._steps(batches) if self.step else self._plain(batches, optimizers)
                     every = [*optimizers, *(one for one in objects if isinstance(one, Optimizer))]
-                    yield from steps if self.steps else _until_repeated(steps, meter, every, updates)
+                    known = {id(one): one for one in every}.values()
+                    for _ in steps:
+                        yield tuple((type(one).__name__, updates[one]) for one in known)
 
                 with meter, local_parts() if sharded else nullcontext():
                     for one in objects:
@@ -416,15 +426,15 @@ class Loop:
         meter.tag([t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)], Category.BOUNDARY)
         return made
 
-    def _steps(self, batches: Iterator[Any]) -> Iterator[int]:
+    def _steps(self, batches: Iterator[Any]) -> Iterator[None]:
         assert self.step is not None
-        for number, batch in enumerate(batches):
+        for batch in batches:
             self.step(batch)
-            yield number
+            yield
 
-    def _plain(self, batches: Iterator[Any], optimizers: Sequence[Optimizer]) -> Iterator[int]:
+    def _plain(self, batches: Iterator[Any], optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Run the loop of torch's tutorials; its outputs and loss live until the next step replaces them."""
-        for number, batch in enumerate(batches):
+        for batch in batches:
             inputs, targets = batch if isinstance(batch, (tuple, list)) else (batch, None)
             for optimizer in optimizers or (self.module,):
                 optimizer.zero_grad()
@@ -433,22 +443,10 @@ class Loop:
             torch.autograd.backward(loss)
             for optimizer in optimizers:
                 optimizer.step()
-            yield number
+            yield
 
 
-def _until_repeated(
-    steps: Iterator[int], meter: Any, optimizers: Sequence[Optimizer], updates: Counter[Optimizer]
-) -> Iterator[int]:
-    """Yield steps until one ends with the memory of an earlier one, after every optimizer's second step."""
-    levels: list[int] = []
-    for number in steps:
-        yield number
-        if meter.total in levels and all(updates[one] > 1 for one in optimizers):
-            return
-        levels.append(meter.total)
-
-
-MOST_STEPS = 16  # of a dry run whose steps do not repeat
+Updates = tuple[tuple[str, int], ...]  # for each optimizer its class, and how often it has stepped
 
 GENERATORS = random.Random, np.random.RandomState, np.random.Generator
 GLOBAL_GENERATORS = random.random.__self__, np.random.random.__self__  # type: ignore[attr-defined]
@@ -557,7 +555,7 @@ def _reading_updates() -> Iterator[Counter[Optimizer]]:
     """Count numbers that optimizers read, such as steps, as without effect on memory; yield the steps.
 
     Raises:
-        UsageError: an optimizer repeats forwards as it needs, as `LBFGS` does.
+        UsageError: an optimizer repeats forwards as it needs, as `LBFGS` does; or it has real parameters.
     """
     stack, updates = ExitStack(), _Updates()
 
@@ -567,6 +565,12 @@ def _reading_updates() -> Iterator[Counter[Optimizer]]:
             raise UsageError(
                 f"{kind_of(optimizer)} chooses by values how often it calls its closure, so no dry run has "
                 "its peak: use an optimizer that steps once"
+            )
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if not all(is_fake(one) or is_sharded(one) for one in parameters):
+            raise UsageError(
+                f"the loop steps {kind_of(optimizer)} that a dry run does not find, so its memory would not "
+                "be counted: pass it as optimizer=, or the object that holds it in state="
             )
         stack.enter_context(updating())
         updates[optimizer] += 1

@@ -1,9 +1,9 @@
 """One dry run of the plain loop, as data: calls of submodules, lives of storages, and who saves them.
 
-The loop runs twice over fake tensors. The first run is as in training, and dates the death of every
-storage. In the second, the graph holds no storages (a saved tensor is made anew when backward asks for it),
-which dates their natural deaths: from there on only the graph keeps them. Times are numbers of operations,
-which are equal in both runs.
+The loop runs three times over fake tensors. The first run finds the steps after which all repeats. The
+second is as in training, and dates the death of every storage. In the third, the graph holds no storages (a
+saved tensor is made anew when backward asks for it), which dates their natural deaths: from there on only the
+graph keeps them. Times are numbers of operations, which are equal in the last two runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.capture import READINGS, NumberReads, reading
 from pipefit.fake_cuda.target import FakeTarget
-from pipefit.measure import Kernels, Tracked
+from pipefit.measure import Kernels, Meter, Tracked
 from pipefit.own_loop.installing import FORWARD
 from pipefit.own_loop.loop import (
     GENERATORS,
     GLOBAL_GENERATORS,
-    MOST_STEPS,
     Loop,
+    Updates,
     UsedVariable,
     hooks_of,
     variables_of,
@@ -40,7 +40,7 @@ from pipefit.own_loop.loop import (
 from pipefit.profiler import PassMeter, statistics_written
 from pipefit.schema.devices import DeviceKind
 from pipefit.schema.layer_costs import Alike, Kernel, KernelMemory, Work
-from pipefit.texts import kind_of
+from pipefit.texts import counted, kind_of
 from pipefit.timing import seconds
 from pipefit.torch_internals import backward_id, pytree
 
@@ -117,8 +117,10 @@ def record(
     Raises:
         UsageError: the loop cannot run over fake tensors.
     """
+    steps, growth = _distinct_steps(loop, target, kernels, numbers)
+    loop = replace(loop, steps=steps)
     plain = _run(loop, target, kernels, kind, numbers, saves=True)
-    away = _run(replace(loop, steps=len(plain.ends)), target, kernels, kind, numbers, saves=False)
+    away = _run(loop, target, kernels, kind, numbers, saves=False)
     aligned = len(plain.high) == len(away.high) and len(plain.lives) == len(away.lives)
     for number, storage in enumerate(plain.lives):
         natural = away.lives[number].died if aligned else storage.died
@@ -133,7 +135,7 @@ def record(
         seconds=np.array(plain.seconds),
         ends=tuple(plain.ends),
         state_bytes=torch.get_rng_state().nbytes if counts else 0,
-        gap=_gap((*measured, *plain.assumed), draws=plain.draws, repeats=len(plain.ends) < MOST_STEPS),
+        gap=_gap((*measured, *plain.assumed), _DRAWS * plain.draws, growth),
         has_conditions=plain.has_conditions,
     )
 
@@ -142,19 +144,64 @@ _READS = (
     "the loop reads numbers from tensors, as item() does: peaks are the higher ones of runs with every "
     "condition on them true and with every one false"
 )
-_GROWS = (
-    f"no step of the first {MOST_STEPS} leaves the memory of an earlier one after every optimizer's second "
-    "step: peaks are those of these steps"
-)
 _DRAWS = "the loop draws from the generators of Python or NumPy: peaks are those of the draws of the dry run"
 
 
-def _gap(kernels: Sequence[Kernel], *, draws: bool, repeats: bool) -> str:
+def _gap(kernels: Sequence[Kernel], *remarks: str) -> str:
     """Return what peaks assume, as a phrase; reading a number takes no memory, but conditions on it may."""
     others = tuple(kernel for kernel in kernels if kernel not in READINGS)
     reads = _READS if len(others) < len(kernels) else ""
-    parts = KernelMemory(kernels=others).gap or reads, _DRAWS * draws, _GROWS * (not repeats)
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, (KernelMemory(kernels=others).gap or reads, *remarks)))
+
+
+_CONFIRMING = 3  # steps after a cycle that must equal its first ones, in turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Figures by which steps are compared."""
+
+    peak: int
+    level: int  # at its end
+    updates: tuple[int, ...]  # by each optimizer
+
+
+def _distinct_steps(
+    loop: Loop, target: Any, kernels: Kernels | None, numbers: NumberReads
+) -> tuple[int, str]:
+    """Return the number of steps after which all repeats; if none does, that of all, and a remark on it."""
+    fake, steps, updates = FakeTarget(target), list[_Step](), Updates()
+    meter, numbers.count = Meter(0, kernels=kernels, place=fake.device), 0
+    with reading(numbers), loop.over_fakes(fake, meter) as run:
+        meter.begin("a step")
+        for now in run():
+            before = (count for _, count in updates or ((name, 0) for name, _ in now))
+            made = tuple(count - old for (_, count), old in zip(now, before, strict=True))
+            steps.append(_Step(meter.end(0, 0.0).total_bytes, meter.total, made))
+            if distinct := _before_repetition(steps):
+                return distinct, ""
+            updates = now
+            meter.begin("a step")
+    first = counted(len(steps), "step")
+    remark = f"the first {first} do not repeat in memory and updates: peaks are those of these steps"
+    for name in dict.fromkeys(name for name, count in updates if not count):
+        remark += f"; {name} does not step in them, so its update and state are not counted"
+    return len(steps), remark
+
+
+def _before_repetition(steps: Sequence[_Step]) -> int:
+    """Return the number of steps until the end of a cycle that all later steps repeat; 0 if none does.
+
+    In a cycle every optimizer steps.
+    """
+    for length in range(1, len(steps) - _CONFIRMING + 1):
+        start = len(steps) - length - _CONFIRMING
+        cycle = [step.updates for step in steps[start : start + length]]
+        if all(map(any, zip(*cycle, strict=True))) and steps[start:-length] == steps[start + length :]:
+            while start and steps[start - 1] == steps[start - 1 + length]:
+                start -= 1
+            return max(2, start + length)
+    return 0
 
 
 def _run(
