@@ -664,6 +664,12 @@ def test_impossible_requests() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("budget", [np.int64(10**9), np.uint32(10**9), torch.tensor(10**9), 1e9])
+def test_budgets_of_other_libraries(budget: Any) -> None:
+    """Numbers of NumPy and torch are bytes too."""
+    assert apply(mlp(), budget=budget, batch=vectors(), loss=mean_square).plan.budget_bytes == 10**9
+
+
 def test_optimizers_that_step_seldom() -> None:
     """The state of one that steps in every eighth call is counted; one that does not step is named."""
     module = mlp()
@@ -702,6 +708,18 @@ def test_an_optimizer_that_is_not_found_is_refused() -> None:
     with pytest.raises(UsageError, match=r"steps an? Adam that a dry run does not find.*optimizer="):
         apply(module, budget=10**9, batch=vectors(), step=step)
     assert apply(module, budget=10**9, batch=vectors(), step=step, state=[inner]).plan.gap == ""
+
+
+def test_a_text_with_a_number_is_no_condition() -> None:
+    """A loss that is printed is not read by the loop."""
+    module = mlp()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        result = mean_square(outputs, targets)
+        assert len(f"{result} {result:.3f} {result:>8}") > 14
+        return result
+
+    assert apply(module, budget=10**9, batch=vectors(), loss=loss).plan.gap == ""
 
 
 def test_variables_of_a_step() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -149,9 +151,7 @@ def apply(
         )
         if budget is None or loop.batch is None:
             raise UsageError("apply needs a budget and a batch, or a plan of an earlier call")
-        budget_bytes = (
-            parse_bytes(budget) if isinstance(budget, str) else int(number("budget", budget, below=2**63))
-        )
+        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else _bytes(budget)
         plan = _agreed(loop, lambda: apart(site.target, lambda: planned(loop, budget_bytes, site)))
     optimizers = _optimizers(optimizer) if plan.state_on_host else ()
     if plan.state_on_host and not optimizers:
@@ -161,6 +161,14 @@ def apply(
     host = HostTensors.of(next((p.device for p in module.parameters()), torch.device("cpu")))
     planned_parts = install(module, plan.decisions, host)
     return Handle(plan, planned_parts, [on_host(one, host.pool) for one in optimizers])
+
+
+def _bytes(budget: Any) -> int:
+    """Return a budget that is a number, of Python, NumPy or torch."""
+    if not isinstance(budget, (bool, float)):
+        with suppress(TypeError):
+            budget = index(budget)
+    return int(number("budget", budget, below=2**63))
 
 
 def _agreed(loop: Loop, make: Callable[[], LoopPlan]) -> LoopPlan:

@@ -286,8 +286,12 @@ def formatted_numbers() -> Iterator[None]:
         yield
 
 
-def _formatted(tensor: Tensor, form: str) -> str:
-    return format(str(tensor) if tensor.dim() else tensor.item(), form)
+def _formatted(tensor: FakeTensor, form: str) -> str:
+    if tensor.dim():
+        return format(str(tensor), form)
+    if tensor.constant is None and tensor.is_floating_point():
+        return format(1.0, form)  # any number: a text is no condition
+    return format(tensor.item(), form)
 
 
 # ---- Traces
