@@ -81,6 +81,8 @@ def test_a_factory_reads_lists_that_it_makes(target: Target) -> None:
                 with pytest.raises(DataDependentOutputException):
                     unknown.item()
         assert torch.linspace(0, 1, 4).constant is None  # type: ignore[attr-defined]
+        with fake.assuming_nothing():  # a forward made the same range before
+            assert torch.linspace(0, 1, 4).tolist() == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
 
 
 class Placed(nn.Module):

@@ -54,7 +54,7 @@ from torch.utils import backend_registration
 
 from pipefit.capture import CudaCasts, as_on_cuda, assumed, is_named, unknown
 from pipefit.errors import UsageError
-from pipefit.fake_cuda.results import Known, QuickFakeMode
+from pipefit.fake_cuda.results import Key, Known, QuickFakeMode
 from pipefit.schema.layer_costs import Kernel, KernelMemory
 from pipefit.schema.profile import Target
 from pipefit.texts import dtype_name
@@ -635,6 +635,12 @@ class _BuildMode(QuickFakeMode):  # type: ignore[no-untyped-call]
             if is_named(func):
                 self.by_value[unknown(func)] = None
             return result
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
+        """Return the key; None for a range that a factory makes, as its values become known."""
+        if func in _RANGES and not self.assumes:
+            return None
+        return super()._key(func, args, kwargs, tensors)
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Return whether the values of a tensor become known: those of few elements while a factory runs."""
