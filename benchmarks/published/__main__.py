@@ -26,11 +26,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import calibration  # noqa: E402
 import page  # noqa: E402
 import predictions  # noqa: E402
+import scores  # noqa: E402
 from clusters import gpu_of  # noqa: E402
 from rows import ROWS, Inexpressible, Row, read  # noqa: E402
 from setups import Setup, setup_of  # noqa: E402
 
-import report  # noqa: E402
 from measured_on import machine  # noqa: E402
 from pipefit.errors import PipefitError  # noqa: E402
 
@@ -58,7 +58,7 @@ def record(row: Row) -> dict[str, Any]:
         )
         if contradicts(setup, result["measured"]):
             result["apart"] = "less than weights, gradients and optimizer state"
-            for what in (*report.MEMORY, "fits"):
+            for what in (*scores.MEMORY, "fits"):
                 result["measured"].pop(what, None)
         result["predicted"] = predicted(row, setup, result["measured"])
     except Inexpressible as reason:
@@ -95,7 +95,7 @@ def contradicts(setup: Setup, said: dict[str, Any]) -> bool:
     least = sum(cost.parameter_bytes + cost.gradient_bytes + cost.state_bytes for cost in measurement.costs)
     for each in measurement.shared:
         least -= len(each.pairs) * (each.nbytes + each.gradient_bytes + each.state_bytes)
-    return any(said[what] < least for what in report.MEMORY if what in said)
+    return any(said[what] < least for what in scores.MEMORY if what in said)
 
 
 def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     # grids take longer to run dry, which only the allocator's figures need
     dry = len(setup.plan.workers) == len(setup.plan.stages) or "allocated" in said or "reserved" in said
-    if "fits" in said or any(what in said for what in report.MEMORY):
+    if "fits" in said or any(what in said for what in scores.MEMORY):
         memory = predictions.memory(setup, reserved=dry)
         figures["default"] = memory.default_bytes
         figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
@@ -153,9 +153,9 @@ def progress(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for row in rows:
         found = record(row)
         parts = [
-            f"{what} {report.percent(error)}"
-            for what in (*report.MEMORY, "seconds")
-            if (error := report.over(found, what)) is not None
+            f"{what} {scores.percent(error)}"
+            for what in (*scores.MEMORY, "seconds")
+            if (error := scores.over(found, what)) is not None
         ]
         print(
             f"{row.id:18} {found['plan']:28} {', '.join(parts) or found['refused'] or 'fits only'}",

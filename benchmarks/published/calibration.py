@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from report import Record, over
+from scores import Record, over
 
 LEAST = 3  # rows of a kind, for a factor
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from calibration import calibrated
-
-from report import (
+from scores import (
     MEMORY,
     Record,
     errors,

@@ -27,7 +27,7 @@ from pipefit.schema.trace import CATEGORIES, Category
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 MODULES = (
     "architectures", "calibration", "clusters", "detection", "encoder_decoder", "images", "models", "page",
-    "predictions", "report", "rows", "setups", "stream_pools", "tasks", "zero_buffers",
+    "predictions", "rows", "scores", "setups", "stream_pools", "tasks", "zero_buffers",
 )  # fmt: skip
 
 
@@ -301,6 +301,7 @@ def test_flat_buffers_reuse_each_other(published: Any) -> None:
 
 def test_gradients_of_autocast_are_float32(published: Any, by_id: dict[str, Any]) -> None:
     """`zero_grad` of torch 1.12 keeps gradients, of which there is one a parameter: 4 bytes under autocast."""
+    timm(published)
     row = replace(by_id["timm-001"], micro_batch="2")
     memory = published.predictions.memory(published.setups.setup_of(row), reserved=False)
     parameters = 11_689_512  # of ResNet-18
@@ -328,9 +329,9 @@ def test_kendalls_tau_counts_pairs_of_one_job(published: Any) -> None:
         return {"job": [job], "plan": plan or str(measured), **seconds}
 
     records = [record(1, 1), record(2, 4), record(3, 3), record(1, 9, "b")]
-    assert published.report.tau(records) == (pytest.approx(1 / 3), 3)
+    assert published.scores.tau(records) == (pytest.approx(1 / 3), 3)
     twice = record(3.5, 3, plan="3")  # as the third, which is no comparison
-    assert published.report.tau([*records, twice]) == (pytest.approx(1 / 5), 5)
+    assert published.scores.tau([*records, twice]) == (pytest.approx(1 / 5), 5)
 
 
 MIB = 1 << 20
