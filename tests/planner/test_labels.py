@@ -205,6 +205,25 @@ def test_the_cheapest_bytes_that_do_not_fit_are_recomputed(missing: int, seconds
     assert Least.of(asked).again == pytest.approx(seconds)
 
 
+def test_a_slow_device_may_recompute_as_fast_as_others() -> None:
+    """A device with half the bandwidth is slower at backwards, not at forwards, which recomputation repeats."""
+    one = replace(
+        keeping_layer(1, 4, 0, 1.0), forward=work(flops=4), backward=work(moved_bytes=8), update=work()
+    )
+    case = uneven_case(Random(0), ("1f1b",))
+    rates = [
+        replace(device.kind, name=f"bandwidth {rate}", flops={"float32": 1.0}, memory_bandwidth=rate)
+        for device, rate in zip(case.cluster.devices, (2.0, 1.0), strict=True)
+    ]
+    there = [replace(one, kind=kind) for one, kind in zip(case.cluster.devices, rates, strict=True)]
+    asked = Question(
+        profile=profile(measurement([one] * 4, layer((value(1),), (value(4),), seconds=0.0))),
+        cluster=replace(case.cluster, devices=tuple(there)),
+        training=case.training,
+    )
+    assert Least.of(asked).speeds.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "pipedream"])
 def test_a_block_without_backward_leaves_a_bound(schedule: str) -> None:
