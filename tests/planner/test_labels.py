@@ -205,6 +205,28 @@ def test_the_cheapest_bytes_that_do_not_fit_are_recomputed(missing: int, seconds
     assert Least.of(asked).again == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("every", [2, 6])
+def test_stages_that_recompute_everything_take_no_less(schedule: str, every: int) -> None:
+    """The bound with all forwards recomputed holds for equal stages that do, though their first pass does not."""
+    count = 4
+    asked = Question(
+        profile=profile(
+            measurement([keeping_layer(1, 4, 0, 1.0)] * count, layer((value(1),), (value(4),), seconds=0.0))
+        ),
+        cluster=devices(*[AMPLE] * count),
+        training=Training(batch_size=every, microbatches=every, schedule=schedule),
+    )
+    edges, least = tuple(range(count + 1)), Least.of(asked)
+    made = written(asked.profile, asked.cluster, asked.training, edges, [1] * count, "always")
+    plain = written(asked.profile, asked.cluster, asked.training, edges, [1] * count)
+    took, without = (Simulation(one).step_seconds[-1] for one in (made, plain))
+    again = least.work * (1 - least.backward)
+    bound = replace(least, again=again).seconds(count)
+    assert least.seconds(count) <= bound <= took * (1 + 1e-9)
+    assert without < took
+
+
 def test_a_slow_device_may_recompute_as_fast_as_others() -> None:
     """A device with half the bandwidth is slower at backwards, not at forwards, which recomputation repeats."""
     one = replace(
