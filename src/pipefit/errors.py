@@ -23,7 +23,7 @@ to stderr too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -118,6 +118,13 @@ class PipefitWarning(UserWarning):
     """A fact that does not stop the run, but that the user should know, such as a figure with a
     limitation.
     """
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, and those that led to it: torch's engine wraps errors of layers in its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 _LONGEST = 300  # characters of a foreign exception that our messages repeat

@@ -111,6 +111,18 @@ def test_replicas_that_divide_parameters(workers: Workers, seed: int) -> None:
                 torch.testing.assert_close(one.state[name], parameters[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("seed", [96, 158])
+def test_models_that_autograd_refuses(seed: int) -> None:
+    """Saved tensors that a later layer changes in place are an error of the plan, as in pipefit's runtime."""
+    task, plan = divided_case(seed)
+    inputs, targets = task.batch(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        task.loss(task.build()(inputs), targets).backward()
+    for certify in (pipefit.certify, pipefit.certify_pipeline):
+        with pytest.raises(UsageError, match="microbatch 0 cannot go backward through layers 0 to 7"):
+            certify(task, plan)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [*range(1, 11), *range(12, 26)])  # 0 and 11 have no plan
 def test_certified_peaks_of_random_plans(workers: Workers, seed: int) -> None:

@@ -29,6 +29,7 @@ from pipefit.runtime.engine.in_flight import (
     fed_back_copies,
     leave,
     move,
+    naming_changes,
     working_copies,
 )
 from pipefit.runtime.engine.replicas import RankShards, Source, StageSources, Wanted, trained_sources
@@ -124,6 +125,7 @@ __all__ = [
     "moment",
     "move",
     "named",
+    "naming_changes",
     "naming_the_lost",
     "put_on_device",
     "ran_out",

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, causes
 from pipefit.lowering import computes, drops_early, runs_gpipe, schedule_named
 from pipefit.memory import ReplicaShare, share_of
 from pipefit.own_loop import HostTensors
@@ -397,13 +397,6 @@ class EngineRank:
 def _share_of(plan: Plan, stage: int, device: int) -> ReplicaShare | None:
     """Return the layers that a device owns, if replicas divide optimizer state only."""
     return None if plan.stages[stage].grid.divides_gradients else share_of(plan, stage, device)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, and those that led to it: torch's engine wraps errors of layers in its own."""
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from pipefit.runtime import (
     fed_back_copies,
     layer_seeds,
     may_be_absent,
+    naming_changes,
     working_copies,
 )
 from pipefit.schema.decisions import Run, SavedTensors, What
@@ -217,6 +218,15 @@ class Loss:
         return loss * (self.weight * self.scale)
 
 
+class _NamingStage(PipelineStage):
+    """A stage whose backward names layers and microbatch if a saved tensor has been changed in place."""
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        assert isinstance(self.submod, StageModule)
+        with naming_changes(bwd_chunk_id, self.submod.start, self.submod.stop):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 def pipeline_stage(
     module: StageModule, plan: Plan, stage: int, *, device: torch.device, group: dist.ProcessGroup
 ) -> PipelineStage:
@@ -224,7 +234,7 @@ def pipeline_stage(
     costs = plan.measured(stage).costs
     place, is_first, is_last = plan.stages[stage], stage == 0, stage == len(plan.stages) - 1
     inputs, outputs = costs[place.start].inputs, costs[place.stop - 1].outputs
-    return PipelineStage(
+    return _NamingStage(
         module,
         stage,
         len(plan.stages),

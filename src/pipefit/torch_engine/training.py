@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from pipefit.capture import Task, Values, pair, recording, refuse_gradients
 from pipefit.capture.sample import sample
 from pipefit.checkpoints import Owner
-from pipefit.errors import OutOfMemory, UsageError
+from pipefit.errors import OutOfMemory, UsageError, causes
 from pipefit.lowering import check_for_torch, step_programs
 from pipefit.measure import Kernels, MemoryMeter, Meter
 from pipefit.own_loop import HostTensors, counted_states
@@ -54,7 +54,7 @@ from pipefit.schema.post_mortem import PostMortem
 from pipefit.schema.trace import Category, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.schema.validation import instance
 from pipefit.texts import counted
-from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups, causes
+from pipefit.torch_engine.rank import EnginePart, EngineRank, Groups
 from pipefit.torch_internals.data_parallel import shards_counted
 from pipefit.torch_internals.pipelining import is_of_message, join_alone
 

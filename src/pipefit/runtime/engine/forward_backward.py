@@ -337,7 +337,7 @@ class Passes:
         graph.incoming = flight_gradients
         del flight_gradients
         with (
-            naming_changes(flight, piece),
+            naming_changes(flight.microbatch, piece.first, piece.end),
             self._weights_of(flight, backward=True),
             self._sharing(flight, piece) as waiting,
             born_apart(chain(*trained)),

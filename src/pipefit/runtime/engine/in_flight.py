@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipefit.capture import ChainLayer, Values, placed, storage_key, without_memory
 from pipefit.capture.storages import flat
-from pipefit.errors import UsageError
+from pipefit.errors import UsageError, causes
 from pipefit.runtime.offload.moving import Luggage
 from pipefit.runtime.optim.weight_versions import Version
 from pipefit.schema.actions import Action
@@ -477,8 +477,8 @@ def gradients_to_send(
 
 
 @contextmanager
-def naming_changes(flight: Flight, piece: FlightPiece) -> Iterator[None]:
-    """Name the microbatch and layers if a piece's backward in the context finds a changed saved tensor.
+def naming_changes(microbatch: int, first: int, end: int) -> Iterator[None]:
+    """Name the microbatch and layers if a backward in the context finds a changed saved tensor.
 
     Raises:
         UsageError: a saved tensor has been changed in place; autograd's message would not name a layer.
@@ -486,11 +486,11 @@ def naming_changes(flight: Flight, piece: FlightPiece) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        if not any("modified by an inplace operation" in str(cause) for cause in causes(error)):
             raise
         raise UsageError(
-            f"microbatch {flight.microbatch} cannot go backward through "
-            f"{layers_text(piece.first, piece.end)}: their saved tensors have been changed in place, for "
-            "example because a later microbatch's forward updates a buffer. Let the plan recompute these "
-            "layers, or let them compute with a clone of the changed tensor"
+            f"microbatch {microbatch} cannot go backward through {layers_text(first, end)}: their saved "
+            "tensors have been changed in place, for example because a later microbatch's forward updates a "
+            "buffer. Let the plan recompute these layers, or let them compute with a clone of the changed "
+            "tensor"
         ) from error
