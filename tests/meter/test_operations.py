@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -162,6 +164,17 @@ def held_by_a_hook(x: Tensor) -> Tensor:
     return result
 
 
+def attended(x: Tensor, mask: Tensor) -> Tensor:
+    """Return attention to `x` itself without a fused kernel."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+
+def applied(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Call a function, as an interpreter of a graph does."""
+    return function(*arguments)
+
+
 # Values with several uses; for some of them autograd sums gradients in place, for others it cannot
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "two functions": lambda x: x.sin() + x.cos(),
@@ -182,6 +195,18 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
         checkpoint(lambda y: y.sin() * y.cos(), x, use_reentrant=False, preserve_rng_state=False) + x.exp()
     ),
     "a bias": lambda x: x.sum() + nn.Linear(64, 512)(x.view(4, 16, 64).transpose(0, 1)).detach().sum(),
+    "a bias of a function": lambda x: (
+        x.sum()
+        + F.linear(x.view(4, 16, 64).transpose(0, 1), torch.ones(512, 64), torch.ones(512)).detach().sum()
+    ),
+    "a mask of attention": lambda x: attended(x.view(4, 1, 32, 32), torch.ones(32, 32)),
+    "a bias after a bilinear product": lambda x: (
+        x.sum() + F.bilinear(x[:, :8], x[:, :8], torch.ones(512, 8, 8), torch.ones(512)).detach().sum()
+    ),
+    "a bias by a function of Python": lambda x: (
+        x.sum()
+        + applied(torch.add, applied(torch.matmul, x, torch.ones(64, 512)), torch.ones(512)).detach().sum()
+    ),
     "a bias in Python": lambda x: (
         x.sum() + ((x.view(4, 16, 64).transpose(0, 1) @ torch.ones(64, 512)) + torch.ones(512)).detach().sum()
     ),

@@ -34,6 +34,7 @@ from pipefit.torch_internals import (
     storage_uses,
     without_dispatch_modes,
 )
+from pipefit.torch_internals.data_parallel import local_forms
 from pipefit.units import format_bytes
 
 # ---- Forwards that record a graph but save nothing, for runs that will be recomputed
@@ -85,12 +86,13 @@ _IN_PLACE = {
 # a tensor's references whether Python code, such as a hook, keeps it. So the meter does it only for gradients
 # that a node of torch's own made for the very value that they are gradients of. Others count one tensor more.
 
-# `nn.Linear` adds its bias in place, too, to the product of an input that is not contiguous. A meter does so
-# on a view of the product, because autograd expects another tensor.
+# Linear layers add the bias in place, too, to the product of an input that is not contiguous, and attention
+# without a fused kernel adds its mask to the scores. Of the product that such a function of torch's adds to,
+# Python has no reference. A meter adds on a view of it, because autograd expects another tensor.
 
 _SUM, _ADD = _aten.add.Tensor, _aten.add_.Tensor
-_LINEAR = torch.nn.Linear.forward.__code__
-_DISPATCHING = "_caller", "_sums_in_place", "_adds_bias", "operation", "__torch_dispatch__"
+_PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default})
+_DISPATCHING = "_caller", "_sums_in_place", "operation", "__torch_dispatch__"
 
 
 Edge = tuple[int, int]  # a node, by its number or its parameter, and the number of its input
@@ -98,15 +100,16 @@ Uses = tuple[int, int]  # numbers of references to a tensor and to its storage
 
 
 class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the references to the first operand of a sum of gradients, and to its storage."""
+    """Counts the references to the first operand of a sum, to its storage, and of Python code to it."""
 
     uses: Uses | None = None
+    references: int | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _SUM:
-            self.uses = _uses(args[0])
+            self.uses, self.references = _uses(args[0]), sys.getrefcount(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -125,6 +128,15 @@ def _uses_of_autograd() -> Uses | None:
             torch.autograd.backward(total)
         uses: Uses | None = held.uses
     return uses
+
+
+@cache
+def _references_of_torch() -> int | None:
+    """Return the number of Python's references that a mode sees to a product that only torch holds."""
+    with without_dispatch_modes(), torch.inference_mode(False), _Held() as held:  # type: ignore[no-untyped-call]
+        torch.nn.functional.linear(torch.ones(2, 3, 2).mT, torch.ones(2, 3), torch.ones(2))
+    references: int | None = held.references
+    return references
 
 
 def _caller() -> Any:
@@ -207,13 +219,14 @@ class OverCap(torch.OutOfMemoryError):
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
-    """A live storage, with its key in the ledger, and the edges of the node of a backward that made it."""
+    """A live storage, with its key in the ledger, and what made it: an operation, and edges of its node."""
 
-    __slots__ = ("category", "edges", "key", "nbytes")
+    __slots__ = ("category", "edges", "key", "maker", "nbytes")
     key: int
     nbytes: int
     category: int  # its position
-    edges: tuple[Edge, ...]
+    maker: Any
+    edges: tuple[Edge, ...]  # of the node of a backward that made it
 
     def __hash__(self) -> int:
         return id(self)
@@ -259,7 +272,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
-        self._uses_of_autograd = _uses_of_autograd()
+        self._making: Any = None  # the operation that runs
+        self._uses_of_autograd, self._references_of_torch = _uses_of_autograd(), _references_of_torch()
         self._node: int | None = None
         self._node_edges: tuple[Edge, ...] = ()
 
@@ -320,9 +334,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # a meter is not compiled, and the check would cost time in every operation
 
+    def __enter__(self) -> Any:
+        self._sharded, self._forms = local_forms()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._sharded and any(issubclass(kind, self._sharded) for kind in types):
+            return NotImplemented
+        if func in self._forms:
+            with self:  # it sees the operations of which this one consists
+                return self._forms[func](*args, **(kwargs or {}))
         return args[0].device if func is _DEVICE else self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,8 +357,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = self._as_without_a_mode(func, args[0])
         elif func is _SUM and not kwargs and backward_id() >= 0 and not torch.is_grad_enabled():
             func = _ADD if self._sums_in_place(args[0]) else func
-        elif func is _SUM and not kwargs and self._adds_bias(args[0]):
+        elif (
+            func is _SUM
+            and not kwargs
+            and sys.getrefcount(args[0]) == self._references_of_torch
+            and self._is_new_product(args[0])
+        ):
             func, args = _ADD, (_aten.alias.default(args[0]), args[1])
+        self._making = func
         out = func(*args, **kwargs)
         known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
         if known is not None:
@@ -363,10 +392,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         common = repeated if tracked.edges is edges else set(edges).intersection(tracked.edges)
         return bool(common) and _is_dense(gradient) and _uses(gradient) == self._uses_of_autograd
 
-    def _adds_bias(self, product: Tensor) -> bool:
-        """Return whether a linear layer adds its bias to the product that it has just made."""
-        newest = self._born[-1].key if self._born else None
-        return product.untyped_storage()._cdata == newest and _caller() is _LINEAR
+    def _is_new_product(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is a matrix product, and the newest of all tensors."""
+        newest = self._born[-1] if self._born else None
+        return (
+            newest is not None and newest.maker in _PRODUCTS and newest.key == tensor.untyped_storage()._cdata
+        )
 
     def _edges(self) -> tuple[Edge, ...]:
         """Return the values whose gradients the present node of a backward makes; none for Python code."""
@@ -458,7 +489,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tracked is None:
             tracked = Tracked(storage, self._died)
             tracked.key, tracked.nbytes, tracked.category = key, storage.nbytes(), _TEMPORARY
-            tracked.edges = self._edges()
+            tracked.maker, tracked.edges = self._making, self._edges()
             self._live[key] = tracked
             self._born.append(tracked)
             self.bytes[_TEMPORARY] += tracked.nbytes

@@ -38,7 +38,6 @@ from pipefit.texts import kind_of
 from pipefit.torch_internals import pytree, without_dispatch_modes
 from pipefit.torch_internals.data_parallel import (
     is_sharded,
-    local_parts,
     reduce_alone,
     sharding_of,
     shards_alone,
@@ -397,7 +396,7 @@ class Loop:
                     for _ in steps:
                         yield tuple((type(one).__name__, updates[one]) for one in known)
 
-                with meter, local_parts() if sharded else nullcontext():
+                with meter:
                     for one in objects:
                         if isinstance(one, DistributedDataParallel):
                             if one.static_graph:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipefit.torch_internals import TorchDispatchMode
 from pipefit.torch_internals.patches import forms_apart, resizes_seen
 
 
@@ -169,26 +169,20 @@ _COMPOSED = {
 }
 
 
-class _LocalParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode above all others, which then see a DTensor's operations as those of its local part."""
+def local_forms() -> tuple[Any, dict[Any, Any]]:
+    """Return the class of DTensors, whose operations a meter leaves to torch, and other operations' forms.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sharded = _class("torch.distributed.tensor", "DTensor")
-        collectives = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
-        self._composed = {name: getattr(collectives, of) for name, of in _COMPOSED.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, self._sharded) for kind in types):
-            return NotImplemented
-        if func.namespace == "fsdp":  # modes below see the operations of which it consists
-            func = self._composed.get(func.overloadpacket.__name__, func)
-        return func(*args, **(kwargs or {}))
-
-
-def local_parts() -> _LocalParts:
-    """Return the uppermost mode of a loop with DTensors."""
-    return _LocalParts()
+    torch carries an operation of DTensors out on their local parts, which a meter sees. Operations of
+    `fully_shard` that consist of others map to functions that call these. Nothing that is not imported yet.
+    """
+    collectives = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    composed = {} if collectives is None else _COMPOSED
+    forms = {
+        getattr(getattr(torch.ops.fsdp, name), overload): getattr(collectives, of)
+        for name, of in composed.items()
+        for overload in getattr(torch.ops.fsdp, name).overloads()
+    }
+    return _class("torch.distributed.tensor", "DTensor"), forms
 
 
 @contextmanager
@@ -201,8 +195,8 @@ def returning_views() -> Iterator[None]:
 
 @contextmanager
 def shards_counted(resized: Callable[[UntypedStorage], None]) -> Iterator[None]:
-    """Let the dispatch modes of the body see the memory of sharded parameters."""
-    with resizes_seen(resized), forms_apart(), local_parts():
+    """Let a meter in the body see the memory of sharded parameters."""
+    with resizes_seen(resized), forms_apart():
         yield
 
 
