@@ -9,6 +9,8 @@ from itertools import pairwise
 from random import Random
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gallery
 from pipefit.capture import Task
@@ -124,6 +126,32 @@ def _replicas(task: Task, rng: Random) -> Plan:
             )
             for n, (start, stop) in enumerate(pairwise(cuts))
         ),
+    )
+
+
+# ---- Linear layers on inputs that are not contiguous
+
+
+class Turning(nn.Module):
+    """A product along features, and one along positions, whose input and output are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along, self.across = nn.Linear(32, 32), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.across(self.along(x).transpose(1, 2)).transpose(1, 2)
+        return result
+
+
+def turning_task() -> Task:
+    """Return a task of four such layers."""
+    return Task(
+        lambda: nn.Sequential(*(Turning() for _ in range(4))),
+        batch=lambda size: (torch.randn(size, 12, 32), torch.randn(size, 12, 32)),
+        loss=F.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        name="turning",
     )
 
 

@@ -40,7 +40,7 @@ from support.known_profiles import profile
 from support.selecting_layers import selecting
 from support.sharded_stages import Degrees, divided, grid_plan
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
-from support.torch_engine_cases import divided_case, divided_task, engine_case, engine_task
+from support.torch_engine_cases import divided_case, divided_task, engine_case, engine_task, turning_task
 from support.torch_engine_workers import STEPS, Workers, whole_copy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -109,6 +109,19 @@ def test_replicas_that_divide_parameters(workers: Workers, seed: int) -> None:
                 assert torch.equal(one.state[name], parameters[name])
             elif parameters[name].dtype == torch.float64 and not adapts:
                 torch.testing.assert_close(one.state[name], parameters[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("split", "schedule"), [((2, 2), "1f1b"), ((4,), "1f1b")])
+def test_linear_layers_on_views(workers: Workers, split: tuple[int, ...], schedule: str) -> None:
+    """A bias is added in place, and 1F1B holds the last outputs until the next microbatch's forward."""
+    plan = plan_of(turning_task(), split, size=4, microbatches=4, schedule=schedule)
+    trace, simulated = (
+        pipefit.certify_pipeline(turning_task(), plan),
+        pipefit.simulate(plan, engine="torch"),
+    )
+    for device, one in workers.train(plan, turning_task).items():
+        assert [trace.devices[device].step_peak_bytes(step) for step in range(STEPS)] == one.peaks
+        assert simulated.devices[device].step_peak_bytes(1) == one.peaks[1]
 
 
 @pytest.mark.parametrize("seed", [96, 158])

@@ -28,7 +28,7 @@ from pipefit.lowering.passes.recomputation import (
     recompute_decisions,
     recomputed_microbatches,
 )
-from pipefit.lowering.passes.torch_engine import check_for_torch, drops_early, runs_gpipe
+from pipefit.lowering.passes.torch_engine import check_for_torch, runs_gpipe
 from pipefit.lowering.schedules import Compute, Endless, Schedule, computes
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "cuts",
     "distinct_steps",
     "distinct_steps_of",
-    "drops_early",
     "is_backward_of",
     "is_endless",
     "loss_delay",

@@ -256,6 +256,13 @@ class Flights:
         self._sent = [] if storages.last else [Kind.SEND_FORWARD]
         self._sent += [Kind.SEND_BACKWARD] if storages.start else []
         self.start = self._interned(begin())
+        self._later = self.start
+        if sent.late:
+            self._later = self._interned(self.start.changed(done=frozenset({_RETURNED})))
+
+    def begin(self, microbatch: int) -> Residency:
+        """Return the residency of a microbatch that has not reached the stage yet."""
+        return self._later if microbatch else self.start
 
     def apply(
         self,
@@ -407,16 +414,20 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
             transition.working.hold(instance, transition.holders.kept(first))
         transition.working.hold(copies, transition.holders.kept(first))
         values = copy_inputs(transition.working, first, inputs)
-    pieces = [piece]
-    if apart:  # the loss saves its tensors, and is not recomputed
-        pieces = [Piece(first, end - 1, True, inputs)]
-        values = run_forward(transition.working, Forward(first, end - 1, again=False, saves=False), values)
-        pieces.append(Piece(end - 1, end, False, values))
-    values = run_forward(
-        transition.working,
-        Forward(end - 1 if apart else first, end, again=False, saves=saves or apart),
-        values,
-    )
+    pieces, waiting = [piece], _waiting_outputs(transition)
+    ways = [Forward(first, end, again=False, saves=saves)]
+    if apart or (waiting and end == transition.storages.count):  # the loss is not recomputed
+        ways = [
+            Forward(first, end - 1, again=False, saves=saves),
+            Forward(end - 1, end, again=False, saves=True),
+        ]
+    for way in ways:
+        above = waiting if way.end < transition.storages.count else 0
+        if apart:
+            pieces = [Piece(first, end - 1, True, inputs), Piece(end - 1, end, False, values)]
+        transition.working.level += above
+        values = run_forward(transition.working, way, values)
+        transition.working.level -= above
     if end == transition.storages.count:
         for instance in values:
             if transition.sent.forward:
@@ -428,6 +439,17 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     return transition.left(
         boundary=kept, at=end, values=values, pieces=(*transition.residency.pieces, *pieces)
     )
+
+
+_RETURNED: Done = (Kind.FORWARD, False, None, None)  # the engine has outputs of the microbatch before
+
+
+def _waiting_outputs(transition: Transition) -> int:
+    """Return the bytes of the last stage's outputs for the microbatch before, until there are new ones."""
+    if _RETURNED not in transition.residency.done:
+        return 0
+    storages = transition.storages
+    return sum(storages.sizes[number] for number in {*storages.values(storages.count - 1)})
 
 
 def _loss_apart(transition: Transition, end: int) -> bool:

@@ -235,7 +235,7 @@ class Costs:
             share=None if by_torch else self._share(place, grid.devices[replica * grid.tensor + shard]),
             group=Group.of(plan.cluster, ranks) if grid.tensor > 1 else None,
             sequences=grid.sequences,
-            sent=Sent.of(plan, stage, shard),
+            sent=Sent.of(plan, stage, shard, buffered=self._buffered),
             division=Division(grid.data, replica, frees, pads) if by_torch else None,
         )
 

@@ -164,6 +164,12 @@ def receives_ahead() -> bool:
     return (int(release[0]), int(release[1])) < (2, 15)
 
 
+def drops_early(plan: Plan) -> bool:
+    """Return whether torch's engine drops messages during a step: it runs the plan by its own 1F1B."""
+    alone = len(plan.ranks) == len(plan.stages)
+    return alone and plan.training.schedule == "1f1b" and plan.training.microbatches >= len(plan.stages)
+
+
 class StageStorages:
     """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
 
@@ -793,20 +799,23 @@ class Sent(NamedTuple):
     """The number of times that a device sends every row forward, and its gradients backward.
 
     Each of several tensor-parallel ranks serves some ranks at the other end: none if the other end has fewer,
-    and then its outputs are freed at once; or several if it has more.
+    and then its outputs are freed at once; or several if it has more. With `late`, the last stage's outputs
+    stay until the next microbatch's layers have gone forward, as under 1F1B on torch's engine.
     """
 
     forward: int = 1
     backward: int = 1
+    late: bool = False
 
     @staticmethod
-    def of(plan: Plan, stage: int, shard: int) -> Sent:
-        """Return the counts of the devices of a stage that hold this shard."""
+    def of(plan: Plan, stage: int, shard: int, *, buffered: bool = False) -> Sent:
+        """Return the counts of the devices of a stage that hold this shard; `buffered` on torch's engine."""
         own, last = plan.stages[stage].grid.tensor, len(plan.stages) - 1
         ahead, behind = (
             plan.stages[other].grid.tensor for other in (max(stage - 1, 0), min(stage + 1, last))
         )
-        return Sent(len(range(shard, behind, own)), len(range(shard, ahead, own)))
+        late = buffered and stage == last and drops_early(plan)
+        return Sent(len(range(shard, behind, own)), len(range(shard, ahead, own)), late)
 
 
 def message_sizes(

@@ -261,7 +261,7 @@ class Ledger:
         if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
             self._refuse(f"{action} needs a microbatch number from 0 to {last}")
         key = action.stage, action.microbatch
-        residency = self._flights.get(key, stage.flights.start)
+        residency = self._flights.get(key) or stage.flights.begin(action.microbatch)
         try:
             if action.stage in self._incomplete and action.kind in COMPUTE:
                 versions, layers = (

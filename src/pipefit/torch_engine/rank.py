@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from pipefit.capture import ChainLayer, Task, Values, constants
 from pipefit.errors import PipefitError, causes
-from pipefit.lowering import computes, drops_early, runs_gpipe, schedule_named
-from pipefit.memory import ReplicaShare, share_of
+from pipefit.lowering import computes, runs_gpipe, schedule_named
+from pipefit.memory import ReplicaShare, drops_early, share_of
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
     Agreement,

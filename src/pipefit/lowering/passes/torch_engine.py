@@ -22,7 +22,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
 from pipefit.lowering.schedules import Order
-from pipefit.memory import receives_ahead
+from pipefit.memory import drops_early, receives_ahead
 from pipefit.schema.actions import COMPUTE, FORWARDS, Action, Kind
 from pipefit.schema.decisions import SavedTensors, What
 from pipefit.schema.devices import MemberKind
@@ -96,12 +96,6 @@ def _trained_dtypes(costs: Iterable[LayerCost]) -> list[str]:
 
 
 Pass = tuple[Kind, int, int]  # a FORWARD or BACKWARD of a stage, and the microbatch
-
-
-def drops_early(plan: Plan) -> bool:
-    """Return whether the engine drops messages during a step: it runs the plan's order by its own 1F1B."""
-    alone = len(plan.ranks) == len(plan.stages)
-    return alone and plan.training.schedule == "1f1b" and plan.training.microbatches >= len(plan.stages)
 
 
 def runs_gpipe(plan: Plan) -> bool:
