@@ -149,7 +149,7 @@ def copied_value() -> str:
     """Return the number of a copy of a fake tensor with a known number."""
     with FakeTensorMode() as mode:
         try:
-            return read(copy.deepcopy(torch.tensor(3), {id(mode): mode}))
+            return read(copy.deepcopy(torch.tensor(3.0), {id(mode): mode}))
         except RuntimeError:
             return "refused"
 
@@ -157,8 +157,8 @@ def copied_value() -> str:
 def value_of_other_data() -> str:
     """Return the number of a fake tensor whose data was replaced by that of one without a known number."""
     with FakeTensorMode():
-        number = torch.tensor(3)
-        number.data = torch.empty((), dtype=torch.int64)
+        number = torch.tensor(3.0)
+        number.data = torch.empty(())
         return read(number)
 
 
@@ -210,7 +210,7 @@ CASES = {
     "distributions": Case(patches.unchecked_arguments, sampled, "unchecked", "checked"),
     "copied parameters": Case(patches.parameters_copied_alone, copied_with, "data", "gradient"),
     "copied values": Case(patches.values_known_of_originals, copied_value, "unknown", "refused"),
-    "values of other data": Case(patches.values_known_of_originals, value_of_other_data, "unknown", "3"),
+    "values of other data": Case(patches.values_known_of_originals, value_of_other_data, "unknown", "3.0"),
     "numbers in texts": Case(patches.formatted_numbers, formatted, "0.500", "refused"),
     "loss scaling": Case(patches.always_stepping, scaled, "stepped", "skipped"),
     "variances": Case(patches.no_negative_variance, likelihood, "unchecked", "checked"),

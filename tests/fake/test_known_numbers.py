@@ -126,6 +126,24 @@ def test_known_numbers_follow_the_memory_that_a_tensor_has(target: Target) -> No
             other.tolist()
 
 
+@pytest.mark.parametrize("number", [3, 0.5], ids=["integer", "double"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_numbers_that_torch_remembers_are_not_known_for_longer(target: Target, number: float) -> None:
+    """Torch since 2.14 also remembers single integers and doubles: not those of trained parameters, of
+    replaced data, or of tensors that were changed before they were copied.
+    """
+    with FakeTarget(target) as fake, fake.assuming_nothing():
+        made = torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
+        assert made.item() == number
+        trained = nn.Parameter(made.clone(), requires_grad=False)
+        replaced, changed = made.clone(), made.clone()
+        replaced.data = torch.empty((), dtype=made.dtype)
+        changed += torch.empty((), dtype=made.dtype)
+        for unknown in (trained, replaced, changed, copy.deepcopy(changed)):
+            with pytest.raises(DataDependentOutputException):
+                unknown.item()
+
+
 def test_a_factory_of_copied_layers_fits() -> None:
     """The layers have buffers of known numbers."""
 

@@ -663,10 +663,20 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 class _Forgetful(FakeTensorConverter):
-    """Keeps no weak reference to results: `Module.to` refuses to swap a tensor that has one."""
+    """Keeps no weak reference to results, as `Module.to` refuses to swap a tensor that has one, and no number
+    of them.
+    """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass
+
+    def from_real_tensor(self, *args: Any, **kwargs: Any) -> FakeTensor:
+        """Return a fake tensor without the number that torch since 2.14 remembers of integers and doubles: it
+        would outlast the tensor's known value.
+        """
+        made: FakeTensor = super().from_real_tensor(*args, **kwargs)
+        made.item_memo = None
+        return made
 
     def forget(self, known: FakeTensor) -> None:
         """Forget the value of a tensor, such as that of `torch.tensor(0.5)`, and the weak references to
