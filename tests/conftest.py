@@ -7,6 +7,7 @@ unless OMP_NUM_THREADS says otherwise. The process that hands out tests collects
 
 import gc
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+
+# A shell without job control ignores Ctrl-C in what it starts in the background, and processes that tests
+# start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Property tests draw the same fifty cases every time, without a time limit: none fails by chance, or on a
 # loaded machine. `pytest --hypothesis-profile default` draws others, and twice as many.
