@@ -51,6 +51,19 @@ def test_a_pass_is_cut_where_inputs_are_released() -> None:
         )
 
 
+def test_gradients_of_outputs_may_stay_in_buffers() -> None:
+    """A pass that releases a gradient of its outputs peaks higher by it if somebody else holds it."""
+    with PassMeter(None) as meter:
+        gradients = [torch.empty(4 * KIB)]
+        meter.start((), meter.storages(gradients))
+        kept = [torch.empty(KIB)]
+        gradients.clear()
+        kept.append(torch.empty(2 * KIB))
+        assert meter.spans == (Span(peak_bytes=1024),)
+        assert meter.buffered_spans == (Span(peak_bytes=3 * 1024),)
+        del kept
+
+
 def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
     """After inputs are freed a lower level adds nothing: the peak before binds any other holder."""
     with PassMeter(None) as meter:

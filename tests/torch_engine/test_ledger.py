@@ -17,7 +17,7 @@ import pipefit
 from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute
-from pipefit.memory import StageStorages, receive_buffers, receives_ahead
+from pipefit.memory import receive_buffers, receives_ahead
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, SavedTensors, What
 from pipefit.schema.devices import parse_place
@@ -99,25 +99,10 @@ NORMS = 512  # bytes of gradient norms, and of loss scaling
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [*range(1, 11), *range(12, 40)])  # 11 has no plan
 def test_random_plans(seed: int) -> None:
-    """Steady peaks of random plans without decisions.
-
-    They are equal, but for a last layer of several operations, which was measured without the gradients of its
-    outputs in a buffer. There the ledger may be above, by at most these gradients.
-    """
+    """Steady peaks of random plans without decisions are equal but for gradient norms and loss scaling."""
     task, plan = engine_case(seed)
     plan = replace(plan, decisions=())
-    peaks = certified_and_simulated(task, plan)[1::2]
-    for device, (dry, ledger) in zip(plan.workers, peaks, strict=True):
-        assert -NORMS <= ledger - dry <= buffered_gradients(plan, device) + NORMS
-
-
-def buffered_gradients(plan: Plan, device: int) -> int:
-    """Return the bytes of gradients that the stages of a device may have been measured without."""
-    places = {number: plan.stages[number] for number in plan.stages_of(device)}
-    return sum(
-        StageStorages(plan.measured(n), place.start, place.stop, buffered=True).buffered_gradient_bytes
-        for n, place in places.items()
-    )
+    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
 # ---- Replicas that divide gradients or parameters
@@ -286,8 +271,7 @@ def test_random_divided_plans(seed: int) -> None:
     plan = replace(plan, decisions=())
     if any(value.unused for cost in plan.measurement.costs for value in cost.outputs):
         pytest.skip("values without gradients")
-    for device, (dry, ledger) in zip(plan.workers, certified_and_simulated(task, plan)[1::2], strict=True):
-        assert -NORMS <= ledger - dry <= buffered_gradients(plan, device) + NORMS
+    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
 def test_seconds_of_divided_state() -> None:

@@ -111,7 +111,7 @@ def test_replicas_that_divide_parameters(workers: Workers, seed: int) -> None:
                 torch.testing.assert_close(one.state[name], parameters[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("split", "schedule"), [((2, 2), "1f1b"), ((4,), "1f1b")])
+@pytest.mark.parametrize(("split", "schedule"), [((2, 2), "1f1b"), ((4,), "1f1b"), ((1, 3), "gpipe")])
 def test_linear_layers_on_views(workers: Workers, split: tuple[int, ...], schedule: str) -> None:
     """A bias is added in place, and 1F1B holds the last outputs until the next microbatch's forward."""
     plan = plan_of(turning_task(), split, size=4, microbatches=4, schedule=schedule)

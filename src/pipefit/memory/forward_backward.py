@@ -232,13 +232,13 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if way.again else 0
-    values = inputs
+    values, stop = inputs, storages.last_saver(way.first, way.end) if way.again else way.end
     for position in range(way.first, way.end):
         working.gather(position)
         layer, given = storages.layers[position], _with_targets(storages, position, values)
-        stops = way.again and position == way.end - 1 and storages.stops_before(position)
+        stops = position >= stop
         if stops:
-            pass
+            working.reach((layer.cost.stopped_peak_bytes or 0) if position == stop else 0)
         elif way.saves:
             working.reach(layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
         else:
@@ -308,8 +308,6 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
         above += _waiting(storages, position + 1, bears) - waited
         working.gather(position + 1, above)
         above += added + left + storages.copied_gradient_bytes
-        if position == storages.count - 1:
-            above += storages.buffered_gradient_bytes
         for span in spans:
             gone = _released(layer, span, given[position])
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
@@ -371,8 +369,9 @@ def _left_waiting(
     layer whose gradients all wait behaves like one whose gradients are allocated.
     """
     cost, inner = storages.costs[position], position + 1 < storages.count
+    buffered = storages.buffered and not storages.last
     if bears(position):
-        return 0, cost.spans(is_first=True, inner=inner)
+        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered)
     adding = {again.shared.name for again in storages.repetitions if again.user == position}
     left = sum(
         again.shared.gradient_bytes
@@ -380,5 +379,5 @@ def _left_waiting(
         if again.later == position and again.shared.name not in adding
     )
     if left and left == cost.gradient_bytes:
-        return 0, cost.spans(is_first=True, inner=inner)
-    return left, cost.spans(is_first=False, inner=inner)
+        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered)
+    return left, cost.spans(is_first=False, inner=inner, buffered=buffered)

@@ -434,27 +434,20 @@ class StageStorages:
         """The bytes that receiving the output gradients allocates; 0 on the last stage, and into buffers."""
         return 0 if self.last or self.buffered else gradient_bytes(self.outputs)
 
-    def stops_before(self, position: int) -> bool:
-        """Return whether `torch.utils.checkpoint` stops a recomputation before the layer at a position.
+    def last_saver(self, first: int, end: int) -> int:
+        """Return the position of `first` to `end - 1` at which a recomputation has saved all tensors.
 
-        It stops when all saved tensors are there: one operation saves its inputs before it runs. pipefit's
-        own runtime completes recomputations.
+        `torch.utils.checkpoint` stops there. pipefit's own runtime completes recomputations: `end`.
         """
-        cost = self.costs[position]
-        own = any(tensor.origin.kind == "own" for tensor in cost.saved)
-        return self.buffered and not own and len({tensor.operation for tensor in cost.saved}) == 1
-
-    @cached_property
-    def buffered_gradient_bytes(self) -> int:
-        """The bytes of gradients in buffers that the last layer's backward may have been measured without.
-
-        In the measurement, a layer of several operations frees the gradients of its outputs before it ends.
-        """
-        cost = self.costs[-1]
-        if self.last or not self.buffered or len({tensor.operation for tensor in cost.saved}) < 2:
-            return 0
-        passed_on = {origin.index for origin in cost.input_gradients if origin.kind == "output"}
-        return gradient_bytes([value for n, value in enumerate(self.outputs) if n not in passed_on])
+        if not self.buffered:
+            return end
+        for position in reversed(range(first, end)):
+            cost = self.costs[position]
+            if cost.stopped_peak_bytes is None:
+                return end
+            if any(not (tensor.hidden or tensor.lasting) for tensor in cost.saved):
+                return position
+        return first - 1
 
     @cached_property
     def sent_gradient_bytes(self) -> int:

@@ -253,6 +253,7 @@ class _Kept(NamedTuple):
     saved: tuple[SavedTensor, ...]
     output_origins: tuple[Origin, ...]
     outputs: Values
+    stopped_peak_bytes: int | None  # of the forward until all tensors were saved
 
 
 class _Microbatch(NamedTuple):
@@ -261,6 +262,7 @@ class _Microbatch(NamedTuple):
     forward_peak: Peak
     forward: Work
     spans: tuple[Span, ...]  # of the backward
+    buffered_spans: tuple[Span, ...]
     backward: Work
     arriving: Layouts
     gradients: GradientOrigins
@@ -351,6 +353,9 @@ class LayerMeter:
             update_left_bytes=updates.left_bytes,
             backward_first=first.spans,
             backward_later=later.spans,
+            buffered_first=first.buffered_spans,
+            buffered_later=later.buffered_spans,
+            stopped_peak_bytes=kept.stopped_peak_bytes,
             gradient_bytes=gradient_bytes,
             input_gradients=later.gradients.origins,
             gradient_storages=later.gradients.storages,
@@ -461,14 +466,19 @@ class LayerMeter:
         """Run a forward, and return what exists after it."""
         packed: list[ReferenceType[Packed]] = []
 
+        peak_bytes = 0
+
         def pack(tensor: Tensor) -> Packed:
+            nonlocal peak_bytes
             one = Packed(tensor)
             packed.append(ref(one))
+            peak_bytes = self.meter.peak_bytes
             return one
 
         before, known = self.meter.total, assumptions()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         graph = GraphEnds()
+        self.meter.start()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
@@ -487,7 +497,13 @@ class LayerMeter:
         self._by_value = assumptions() > known
         if self._by_value:  # other values may change which tensors are saved
             saved = [replace(saved_tensor, hidden=True) for saved_tensor in saved]
-        kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
+        kept = _Kept(
+            tuple(storages.own),
+            tuple(saved),
+            origins,
+            tuple(map(_like, values)),
+            None if self._by_value else peak_bytes,
+        )
         leave(graph, values)
         graph.root = None
         del values
@@ -530,16 +546,18 @@ class LayerMeter:
         incoming = gradients_in(arriving, device)
         leave(graph, values)
         del values
-        self.meter.start(arrived)
-        graph.incoming = incoming
         given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
+        self.meter.start(arrived, filter(None, given))
+        graph.incoming = incoming
         del incoming
         with born_apart(self.module.parameters()):
             backward(graph)
         outgoing = self._outgoing(graph)
-        work, spans = self.meter.work, self.meter.spans
+        work, spans, buffered = self.meter.work, self.meter.spans, self.meter.buffered_spans
         gradients = gradients_of(self.meter, outgoing, given, usual)
-        return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing, ()))
+        return _Microbatch(
+            peak, forward, spans, buffered, work, arriving, gradients, layouts_of(outgoing, ())
+        )
 
     def _outgoing(self, graph: GraphEnds) -> Sequence[Tensor | None]:
         """Return the gradients of the inputs; all possible ones if values decide which exist."""

@@ -90,7 +90,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._base = 0
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
-        self._spans: list[Span] = []
+        self._gradients: set[Tracked] = set()  # of the outputs, as long as they exist
+        self._used_bytes = 0  # of those that do not exist any more
+        self._spans: list[tuple[Span, int]] = []  # with these bytes
         # (FLOPs, bytes moved, dtype, family, matrix product) -> operations
         self._operations: Counter[tuple[int, int, str, Family, tuple[int, ...]]] = Counter()
         self.written: set[int] = set()  # storages that operations of the pass changed in place
@@ -105,12 +107,15 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         """Return whether the tensor's storage is counted."""
         return tensor.untyped_storage()._cdata in self._live
 
-    def start(self, inputs: Sequence[Tracked] = ()) -> None:
-        """Begin a pass, and watch for the release of each of the `inputs` that still exists."""
+    def start(self, inputs: Sequence[Tracked] = (), gradients: Iterable[Tracked] = ()) -> None:
+        """Begin a pass, and watch for the release of each of the `inputs` that still exists.
+
+        Of a backward, `gradients` are those of the outputs, which a pass releases, too.
+        """
         self.begin("pass")
         self._base = self.total
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
-        self._released, self._spans = [], []
+        self._released, self._spans, self._gradients, self._used_bytes = [], [], set(gradients), 0
         self._operations.clear()
         self.written.clear()
 
@@ -127,11 +132,16 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
     @property
     def spans(self) -> tuple[Span, ...]:
         """Spans of the pass, divided at releases of inputs, except spans below an earlier peak."""
-        kept: list[Span] = []
-        for span in (*self._spans, self._span()):
-            if not kept or span.peak_bytes > max(s.peak_bytes for s in kept):
-                kept.append(span)
-        return tuple(kept)
+        return _rising(span for span, _ in self._all_spans())
+
+    @property
+    def buffered_spans(self) -> tuple[Span, ...]:
+        """The spans if the gradients of the outputs had been kept; empty if that makes no difference."""
+        result = _rising(replace(span, peak_bytes=span.peak_bytes + used) for span, used in self._all_spans())
+        return () if result == self.spans else result
+
+    def _all_spans(self) -> list[tuple[Span, int]]:
+        return [*self._spans, (self._span(), self._used_bytes)]
 
     @property
     def work(self) -> Work:
@@ -154,11 +164,15 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     def _died(self, tracked: Tracked) -> None:
         number = self._watched.pop(tracked, None)
-        if number is None:
+        if number is None and tracked not in self._gradients:
             super()._died(tracked)
             return
-        self._spans.append(self._span())
-        self._released.append((number, tracked.nbytes))
+        self._spans.append((self._span(), self._used_bytes))
+        if number is not None:
+            self._released.append((number, tracked.nbytes))
+        else:
+            self._gradients.remove(tracked)
+            self._used_bytes += tracked.nbytes
         super()._died(tracked)
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
@@ -170,6 +184,17 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             workspace_bytes=self.workspace_bytes,
             released=tuple(number for number, _ in self._released),
         )
+
+
+def _rising(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the spans that peak above all earlier ones; of several between two releases the highest."""
+    result: list[Span] = []
+    for span in spans:
+        if not result or span.peak_bytes > max(earlier.peak_bytes for earlier in result):
+            if result and result[-1].released == span.released:
+                result.pop()
+            result.append(span)
+    return tuple(result)
 
 
 # ---- Floating-point operations, by torch's formulas with two corrections

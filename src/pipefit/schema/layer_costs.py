@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
 from typing import ClassVar, Literal, NamedTuple, NoReturn
@@ -510,6 +510,11 @@ class LayerCost:
     # Backwards if the next layer is on the same device and passes on gradients that are not dense; else empty
     inner_first: tuple[Span, ...] = ()
     inner_later: tuple[Span, ...] = ()
+    # On torch's engine: backwards whose outputs' gradients stay in buffers (empty if those are as usual), and
+    # forwards that a recomputation ends when all tensors are saved; None if unknown, as in older profiles
+    buffered_first: tuple[Span, ...] | None = None
+    buffered_later: tuple[Span, ...] | None = None
+    stopped_peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for what, sizes in self._sizes():
@@ -545,7 +550,7 @@ class LayerCost:
         """Yield all byte counts that cannot be negative, by name."""
         for each in fields(self):
             if each.name.endswith("_bytes"):
-                yield each.name, (getattr(self, each.name),)
+                yield each.name, (getattr(self, each.name) or 0,)
         yield "buffers that do not feed back", (self.buffer_bytes - self.fed_back_bytes,)
         yield "storages", self.storages
         yield "gradient_storages", self.gradient_storages
@@ -576,17 +581,27 @@ class LayerCost:
 
     @property
     def _spans(self) -> tuple[Span, ...]:
-        return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later)
+        buffered = (*(self.buffered_first or ()), *(self.buffered_later or ()))
+        return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later, *buffered)
 
-    def spans(self, *, is_first: bool, inner: bool) -> tuple[Span, ...]:
+    def spans(self, *, is_first: bool, inner: bool, buffered: bool = False) -> tuple[Span, ...]:
         """Return the spans of the step's first or a later backward.
 
-        `inner` says whether the next layer is on the same device.
+        `inner` says whether the next layer is on the same device, and otherwise `buffered` whether the
+        gradients of the outputs stay in buffers.
         """
-        usual, arriving = (
-            (self.backward_first, self.inner_first) if is_first else (self.backward_later, self.inner_later)
+        usual, arriving, kept = (
+            (self.backward_first, self.inner_first, self.buffered_first)
+            if is_first
+            else (self.backward_later, self.inner_later, self.buffered_later)
         )
-        return arriving if inner and arriving else usual
+        if inner or not buffered:
+            return arriving if inner and arriving else usual
+        if kept is None:  # at most all of these gradients are freed before a peak
+            passed_on = {origin.index for origin in self.input_gradients if origin.kind == "output"}
+            more = sum(v.nbytes for n, v in enumerate(self.outputs) if v.has_gradient and n not in passed_on)
+            return tuple(replace(span, peak_bytes=span.peak_bytes + more) for span in usual)
+        return kept or usual
 
     @property
     def parameter_bytes(self) -> int:
