@@ -51,9 +51,8 @@ from pipefit.memory.arenas import shortage
 from pipefit.models.hugging_face import hf
 from pipefit.planner import PlanOptions, Question, alpa, capture, exact, lean, parameters, uniform
 from pipefit.planner.baselines.capture import CaptureOptions
-from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed_degrees import mixed
-from pipefit.planner.problem import Planner, PlannerResult, Split, divisors
+from pipefit.planner.problem import Planner, PlannerResult, Split, divisors, plan_of
 from pipefit.planner.replicas import in_replicas
 from pipefit.profiler import profile
 from pipefit.schema.cluster import Cluster

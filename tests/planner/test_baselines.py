@@ -19,7 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.memory.arenas import shortage
 from pipefit.planner import PLANNERS, PlanOptions, Question, plan
 from pipefit.planner.baselines.capture import CaptureOptions, capture
-from pipefit.planner.driver import plan_of
+from pipefit.planner.problem import plan_of
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, State, StateKind, What

@@ -13,13 +13,12 @@ from pipefit.lowering import ENDLESS, Recompute
 from pipefit.memory.model_state import share_among
 from pipefit.memory.stage import Costs
 from pipefit.planner import plan
-from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid.divided_state import buckets_of
 from pipefit.planner.hybrid.programme import Floats, Way
 from pipefit.planner.hybrid.search import searches
 from pipefit.planner.hybrid.tables import DegreeTables
 from pipefit.planner.neighbours import Mixed, Simulations
-from pipefit.planner.problem import Degree, PlanOptions, Question, Split
+from pipefit.planner.problem import Degree, PlanOptions, Question, Split, plan_of
 from pipefit.schema.actions import Action, Kind
 from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage
 from pipefit.schema.json_io import load_cluster

@@ -12,11 +12,10 @@ import pytest
 from pipefit.planner import Means, PlanOptions, Question, plan
 from pipefit.planner import mixed_degrees as searching
 from pipefit.planner.common_plans import CommonSearch
-from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import Simulated
 from pipefit.planner.mixed_degrees import mixed, otherwise
 from pipefit.planner.neighbours import Mixed
-from pipefit.planner.problem import Split
+from pipefit.planner.problem import Split, plan_of
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision, Run, State, What
 from pipefit.schema.devices import Host, Link, Member, parse_place

@@ -11,11 +11,10 @@ from typing import get_args
 import pytest
 
 from pipefit.planner import PlanOptions, Question
-from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import Simulated
 from pipefit.planner.mixed_degrees import mixed
 from pipefit.planner.neighbours import Simulations
-from pipefit.planner.problem import Split
+from pipefit.planner.problem import Split, plan_of
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.plan import Plan
 from pipefit.schema.training import Training

@@ -11,11 +11,10 @@ import pytest
 
 from pipefit.memory.arenas import shortage
 from pipefit.planner import Means, PlanOptions, Question, plan
-from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed_degrees import mixed as alone_mixed
 from pipefit.planner.mixed_degrees import refined
 from pipefit.planner.neighbours import Mixed
-from pipefit.planner.problem import Split
+from pipefit.planner.problem import Split, plan_of
 from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import Host, Link, Member, MemberKind, parse_place
 from pipefit.schema.grids import Grid, Sharding

@@ -140,6 +140,25 @@ def test_a_short_step_tells_a_long_one(
     assert counts.count(MICROBATCHES) <= len(counts) / 2
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_a_short_step_tells_one_with_collectives(
+    shard: Sharding, monkeypatch: pytest.MonkeyPatch, lowered: list[int]
+) -> None:
+    """Stages whose replicas reduce or gather for every microbatch are lowered for a few microbatches."""
+    for found in plans("1f1b", 12, replicas=True):
+        kept = tuple(decision for decision in found.decisions if decision.place is None)
+        shards: list[Sharding] = [shard if stage.grid.data > 1 else "none" for stage in found.stages]
+        stages = (
+            replace(stage, grid=replace(stage.grid, shard=own))
+            for stage, own in zip(found.stages, shards, strict=True)
+        )
+        plan = replace(found, stages=tuple(stages), decisions=kept)
+        expected = whole(plan, monkeypatch)
+        lowered.clear()
+        assert told(plan, parts_of(plan)) == expected
+        assert MICROBATCHES not in lowered
+
+
 def test_a_plan_on_other_devices_is_not_lowered_again(lowered: list[int]) -> None:
     """A plan on other devices reuses the stages' known parts; times and places follow the devices."""
     plan = next(plan for plan in plans("1f1b", 24) if len(plan.stages) > 2 and plan.decisions)
@@ -205,9 +224,15 @@ def timed(joined: Sequence[int], begun: Sequence[Message | Collected | Own]) -> 
     return Turns(6, 9, 1).timed(TimedDevice(codes, [0.0, 0.0, 2.0] * 4, transfers, [*begun]))
 
 
-def test_what_the_clock_is_told_of_more_turns() -> None:
-    """Each turn starts and joins its message, and later turns have the next numbers."""
-    own = [Message(True, 1, microbatch, None, 0, 1) for microbatch in range(5)]
+@pytest.mark.parametrize(
+    "own",
+    [
+        [Message(True, 1, microbatch, None, 0, 1) for microbatch in range(5)],
+        [Collected("sum", turn, 4, 1, (0, 1), (2, 2), True) for turn in range(5)],
+    ],
+)
+def test_what_the_clock_is_told_of_more_turns(own: list[Message | Collected | Own]) -> None:
+    """Each turn starts and joins its message or collective, and later turns have the next numbers."""
     found = timed([0, 0, 1, 2], own[:4])
     assert found is not None
     assert found.codes == [POST, JOIN, COMPUTE] * 5

@@ -9,7 +9,7 @@ from pipefit.planner.baselines.simple import exhaustive, first_last, parameters,
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import surroundings
-from pipefit.planner.driver import explained, plan_of, solved, unexplained
+from pipefit.planner.driver import explained, solved, unexplained
 from pipefit.planner.exact import exact
 from pipefit.planner.joint import exact_in_time, joint
 from pipefit.planner.lean import ALL_AWAY, STATE_AWAY, at_hosts, lean, split_without_state
@@ -34,6 +34,7 @@ from pipefit.planner.problem import (
     Split,
     changed_by_replicas,
     check_degrees,
+    plan_of,
 )
 from pipefit.planner.what_if import Axes, Remedy, axes_of, points, remedies
 

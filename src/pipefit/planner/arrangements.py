@@ -34,7 +34,6 @@ from pipefit.errors import UsageError
 from pipefit.lowering import RECOMPUTE, Recompute
 from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.common_plans import CommonSearch
-from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.hybrid import Least, budget_level, candidates
 from pipefit.planner.joint import JointSearch, Searched, exact_in_time
@@ -49,7 +48,7 @@ from pipefit.planner.open_choices import (
     leaves_no_room,
     left_out,
 )
-from pipefit.planner.problem import SINGLE, Degree, PlannerResult, Question, Split
+from pipefit.planner.problem import SINGLE, Degree, PlannerResult, Question, Split, plan_of
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.processes import beside
 from pipefit.schema.plan import Alternative

@@ -30,11 +30,10 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.lowering import Recompute, bucket_edges, cuts
 from pipefit.planner.baselines.simple import time
-from pipefit.planner.driver import plan_of
 from pipefit.planner.evaluation import HOST
 from pipefit.planner.neighbours import Mixed, Simulations
 from pipefit.planner.options import Means
-from pipefit.planner.problem import SINGLE, Degree, Question, Split
+from pipefit.planner.problem import SINGLE, Degree, Question, Split, plan_of
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, Run, State, StateKind, What
 from pipefit.schema.devices import Member

@@ -16,15 +16,14 @@ from math import ceil, isfinite
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.lowering import check_slices, recompute_decisions
+from pipefit.lowering import check_slices
 from pipefit.memory import shortage
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.exact import exact
 from pipefit.planner.options import PlanOptions
-from pipefit.planner.problem import ON_GRIDS, Planner, PlannerResult, Question, Split
+from pipefit.planner.problem import ON_GRIDS, Planner, PlannerResult, Question, Split, plan_of
 from pipefit.processes import uncollected
 from pipefit.schema.decisions import Decision, SavedTensors, State, What
-from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Compaction, Plan, Prediction, Provenance
 from pipefit.simulator import Assembled
 from pipefit.simulator.assembled import assembled
@@ -530,30 +529,6 @@ def _check(
             result._replace(split=split._replace(devices=devices)),
         )
         raise InfeasibleError(explanation(question, result, held, planner=name, elsewhere=short, judge=judge))
-
-
-def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
-    """Return the plan of a split, with these decisions or with those that the question's options request."""
-    training = question.training
-    layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
-    stages = tuple(
-        Stage(start=start, stop=stop, grid=split.grid(number)) for number, (start, stop) in enumerate(layers)
-    )
-    if decisions is None:
-        decisions = recompute_decisions(
-            stages,
-            question.edges,
-            question.options.recompute,
-            training.schedule,
-            training.microbatches,
-        )
-    return Plan(
-        profile=question.profile,
-        cluster=question.cluster,
-        training=training,
-        stages=stages,
-        decisions=decisions,
-    )
 
 
 def _peaks(question: Question, result: PlannerResult, simulation: Assembled) -> tuple[int, ...]:

@@ -23,14 +23,12 @@ from typing import NamedTuple, NoReturn
 
 from pipefit.errors import UsageError
 from pipefit.memory import Costs, missing_bytes
-from pipefit.planner.driver import plan_of
 from pipefit.planner.memory_choices import Menu, Menus, StageChoice, decisions_of
 from pipefit.planner.options import Means
-from pipefit.planner.problem import Degree, Question, Split
+from pipefit.planner.problem import Degree, Question, Split, plan_of, shortened
 from pipefit.schema.decisions import Decision, State
 from pipefit.schema.devices import Member, MemberKind, Place, Share
 from pipefit.schema.plan import Plan
-from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
 from pipefit.texts import counted
 
@@ -39,7 +37,6 @@ _EACH = 100  # actions that take as long as the fixed cost of a program
 _KNOWN = 16  # number of known actions that take as long as a new one
 _FEW = 50  # forwards of all stages in a step up to which candidates are simulated by long runs
 _STEADY = 1.1  # multiple of a steady step's seconds that the last simulated step hardly takes
-_SHORT = 200  # forwards of all stages in a step up to which all microbatches are simulated
 
 
 class Candidate(NamedTuple):
@@ -359,20 +356,3 @@ class Budget:
             return False
         self._evaluator.ended = True
         return True
-
-
-def shortened(question: Question, stages: int) -> Training:
-    """Return the training with the number of microbatches that is simulated for plans of so many stages.
-
-    3P + 2 under 1F1B, 6P + 2 under eager 1F1B and 5P under PipeDream; the training itself if that saves
-    little under synchronous schedules, under other schedules, and if the question fixes the recomputation,
-    which may depend on the number of microbatches. GPipe holds more memory for more microbatches.
-    """
-    how = question.training
-    few = {"1f1b": 3 * stages + 2, "eager-1f1b": 6 * stages + 2, "pipedream": 5 * stages}.get(
-        how.schedule, how.microbatches
-    )
-    saves = how.endless or (how.microbatches > few and stages * how.microbatches > _SHORT)
-    if question.options.recompute != "never" or not saves:
-        return how
-    return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

@@ -30,13 +30,12 @@ from pipefit.errors import UsageError
 from pipefit.memory import missing_bytes
 from pipefit.planner.baselines.simple import time
 from pipefit.planner.common_plans import AWAY, UPDATED, Moves, decided, is_allowed
-from pipefit.planner.driver import plan_of
 from pipefit.planner.exact import exact
 from pipefit.planner.hybrid import leanest_split
 from pipefit.planner.hybrid.divided_state import Reader
 from pipefit.planner.neighbours import beside
 from pipefit.planner.open_choices import counts_of
-from pipefit.planner.problem import SINGLE, PlannerResult, Question, Split
+from pipefit.planner.problem import SINGLE, PlannerResult, Question, Split, plan_of
 from pipefit.planner.replicas import in_replicas
 from pipefit.schema.decisions import Decision, What
 from pipefit.schema.grids import Sharding

@@ -30,12 +30,11 @@ from pipefit.planner.baselines.alpa import alpa
 from pipefit.planner.baselines.capture import CaptureOptions, capture
 from pipefit.planner.baselines.simple import parameters, time, uniform
 from pipefit.planner.bounds import in_flight
-from pipefit.planner.driver import plan_of
-from pipefit.planner.evaluation import Simulated, shortened
+from pipefit.planner.evaluation import Simulated
 from pipefit.planner.hybrid import candidates
 from pipefit.planner.hybrid.programme import Way
 from pipefit.planner.hybrid.tables import DegreeTables, StageSeconds, together_seconds
-from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split
+from pipefit.planner.problem import Degree, Planner, PlannerResult, Question, Split, plan_of, shortened
 from pipefit.planner.replicas import answers
 from pipefit.schema.decisions import Decision
 from pipefit.schema.grids import Grid, Sharding

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypedDict
 
 from pipefit.errors import UsageError
+from pipefit.lowering import recompute_decisions
 from pipefit.planner.closed_forms.ranges import Ranges, ranges_of
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.options import Means, PlanOptions
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.decisions import Decision
-from pipefit.schema.grids import SHARDINGS, Grid, Sharding, dividing
-from pipefit.schema.plan import Objective
+from pipefit.schema.grids import SHARDINGS, Grid, Sharding, Stage, dividing
+from pipefit.schema.plan import Objective, Plan
 from pipefit.schema.profile import Measurement, ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Assembled
@@ -511,3 +513,49 @@ def changed_by_replicas(profile: ModelProfile, options: PlanOptions, *, opens_si
 
 
 Planner = Callable[[Question], PlannerResult]
+
+
+# ---- Plans of splits
+
+_SHORT = 200  # forwards of all stages in a step up to which all microbatches are simulated
+
+
+def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
+    """Return the plan of a split, with these decisions or with those that the question's options request."""
+    training = question.training
+    layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=split.grid(number)) for number, (start, stop) in enumerate(layers)
+    )
+    if decisions is None:
+        decisions = recompute_decisions(
+            stages,
+            question.edges,
+            question.options.recompute,
+            training.schedule,
+            training.microbatches,
+        )
+    return Plan(
+        profile=question.profile,
+        cluster=question.cluster,
+        training=training,
+        stages=stages,
+        decisions=decisions,
+    )
+
+
+def shortened(question: Question, stages: int) -> Training:
+    """Return the training with the number of microbatches that is simulated for plans of so many stages.
+
+    3P + 2 under 1F1B, 6P + 2 under eager 1F1B and 5P under PipeDream; the training itself if that saves
+    little under synchronous schedules, under other schedules, and if the question fixes the recomputation,
+    which may depend on the number of microbatches. GPipe holds more memory for more microbatches.
+    """
+    how = question.training
+    few = {"1f1b": 3 * stages + 2, "eager-1f1b": 6 * stages + 2, "pipedream": 5 * stages}.get(
+        how.schedule, how.microbatches
+    )
+    saves = how.endless or (how.microbatches > few and stages * how.microbatches > _SHORT)
+    if question.options.recompute != "never" or not saves:
+        return how
+    return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

@@ -13,6 +13,7 @@ replicas with equal actions and times count once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -82,9 +83,7 @@ def shortened(plan: Plan, rank: int, steps: int) -> Plan | None:
     few = filling.get(how.schedule, how.microbatches) + _ALIKE + _TAIL
     if few >= how.microbatches or (how.endless and steps > 1) or period(plan) > 1:
         return None
-    if (
-        len(plan.ranks) < len(plan.stages) or plan.stages[rank].grid.divides_gradients
-    ):  # each microbatch has reductions
+    if len(plan.ranks) < len(plan.stages):
         return None
     return replace(plan, training=replace(how, batch_size=few * how.microbatch_size, microbatches=few))
 
@@ -151,13 +150,13 @@ class Turns(NamedTuple):
         first, start, stop = self.start - self.length, self.start, self.stop
         begun = [sum(code in STARTS for code in codes[:position]) for position in (first, start, stop)]
         each, turn, tail = begun[2] - begun[1], started[begun[1] : begun[2]], started[begun[2] :]
+        collected = Counter(one.what for one in turn if isinstance(one, Collected))
         alike = (
             codes[first:start] == codes[start:stop]
             and seconds[first:start] == seconds[start:stop]
             and _later_numbers(transfers[first:start], each) == transfers[start:stop]
             and all(number < 0 or number >= begun[0] for number in transfers[start:])
-            and not any(isinstance(one, Collected) for one in turn)
-            and [_later(one, 1) for one in started[begun[0] : begun[1]]] == turn
+            and [_later(one, 1, collected) for one in started[begun[0] : begun[1]]] == turn
         )
         if not alike:
             return None
@@ -172,8 +171,8 @@ class Turns(NamedTuple):
             ],
             [
                 *started[: begun[2]],
-                *(_later(one, by) for by in more for one in turn),
-                *(_later(one, self.more) for one in tail),
+                *(_later(one, by, collected) for by in more for one in turn),
+                *(_later(one, self.more, collected) for one in tail),
             ],
         )
 
@@ -182,8 +181,12 @@ def _later_numbers(numbers: Sequence[int], by: int) -> list[int]:
     return [number + by if number >= 0 else number for number in numbers]
 
 
-def _later(begun: Message | Collected | Own, by: int) -> Message | Collected | Own:
-    """Return the transfer of a turn, `by` turns later."""
+def _later(
+    begun: Message | Collected | Own, by: int, collected: Counter[Hashable]
+) -> Message | Collected | Own:
+    """Return the transfer of a turn, `by` turns later; each turn has `collected` collectives of each key."""
+    if isinstance(begun, Collected):
+        return begun._replace(turn=begun.turn + by * collected[begun.what])
     if not isinstance(begun, Message) or begun.microbatch is None:
         return begun
     return begun._replace(microbatch=begun.microbatch + by)

@@ -18,8 +18,7 @@ from math import comb, factorial, prod
 from pipefit.errors import UsageError
 from pipefit.lowering import distinct_steps, step_programs
 from pipefit.memory import Costs
-from pipefit.planner.driver import plan_of
-from pipefit.planner.problem import PlannerResult, Question, Split
+from pipefit.planner.problem import PlannerResult, Question, Split, plan_of
 from pipefit.schema.plan import Objective
 from pipefit.schema.program import Program
 from pipefit.simulator import Ledger, at_rest, highest

@@ -18,23 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
-from pipefit.lowering import recompute_decisions
 from pipefit.memory import Costs
 from pipefit.planner.closed_forms.bands import Band, Ints, Recomputed
-from pipefit.planner.problem import Question, Split
+from pipefit.planner.problem import Question, Split, plan_of, shortened
 from pipefit.schema.decisions import Decision
-from pipefit.schema.grids import Sharding, Stage
+from pipefit.schema.grids import Sharding
 from pipefit.schema.layer_costs import LayerCost
-from pipefit.schema.plan import Plan
 from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Training
-from pipefit.simulator import DevicePart, Parts
+from pipefit.simulator import Parts
 
 # ---- Exact peaks, read from programs
 
@@ -42,8 +39,7 @@ from pipefit.simulator import DevicePart, Parts
 class Reader:
     """Reader of stages' programs for one question, exact to the byte like the simulator.
 
-    Only the ranks of the read stages are lowered. Under 1F1B a step of 2P + 2 microbatches has every peak of
-    a longer step, except for the losses of the other microbatches.
+    Only the ranks of the read stages are lowered, for a few microbatches (`planner.evaluation`).
 
     Cost: some twenty microseconds for every action of a stage's devices.
     """
@@ -58,66 +54,21 @@ class Reader:
 
         The stages follow `decisions`, or the recomputation that the question requests.
         """
-        plan, parts = self._read(split, decisions)
-        left_out = self.question.training.microbatches - plan.training.microbatches
-        result = list[float]()
+        how, result = shortened(self.question, len(split.devices)), list[float]()
+        plan = plan_of(replace(self.question, training=how), split, decisions=tuple(decisions) or None)
+        if how not in self._parts:
+            self._parts[how] = Parts(Costs.of(plan))
+        parts = self._parts[how]
+        left_out = plan.measurement.loss_bytes * (self.question.training.microbatches - how.microbatches)
         for number in numbers:
+            before = parts.actions
             try:
-                highest = max(part.memory().peak_bytes for part in self._devices(plan, parts, number))
+                highest = max(part.memory().peak_bytes for part in parts.of_rank(plan, number).values())
+                result.append(float(highest + left_out * (number == len(plan.stages) - 1)))
             except UsageError:
                 result.append(float("inf"))
-                continue
-            losses = plan.measurement.loss_bytes * left_out * (number == len(plan.stages) - 1)
-            result.append(float(highest + losses))
+            self.actions += parts.actions - before
         return result
-
-    def _read(self, split: Split, decisions: Sequence[Decision]) -> tuple[Plan, Parts]:
-        """Return the plan of a split with few microbatches, and the shared parts of its devices."""
-        how = self._training(len(split.devices))
-        plan = self._plan(split, how, decisions)
-        if how not in self._parts:
-            self._parts[how] = Parts(Costs(plan.measurement, how, plan.profile.measurements))
-        return plan, self._parts[how]
-
-    def _devices(self, plan: Plan, parts: Parts, number: int) -> Iterable[DevicePart]:
-        """Return the parts of a stage's devices.
-
-        Raises:
-            UsageError: the stage cannot be carried out.
-        """
-        before = parts.actions
-        result = parts.of_rank(plan, number).values()
-        self.actions += parts.actions - before
-        return result
-
-    def _training(self, stages: int) -> Training:
-        """Return the training with the fewest microbatches that show all peaks."""
-        how, few = self.question.training, 2 * stages + 2
-        if how.schedule != "1f1b" or self.question.options.recompute != "never" or how.microbatches <= few:
-            return how
-        return replace(how, batch_size=how.microbatch_size * few, microbatches=few)
-
-    def _plan(self, split: Split, how: Training, decisions: Sequence[Decision]) -> Plan:
-        question = self.question
-        edges = [question.edges[block] for block in split.edges]
-        stages = tuple(
-            Stage(start=start, stop=stop, grid=split.grid(number))
-            for number, (start, stop) in enumerate(pairwise(edges))
-        )
-        decisions = decisions or recompute_decisions(
-            stages,
-            question.edges,
-            question.options.recompute,
-            how.schedule,
-            how.microbatches,
-        )
-        return Plan(
-            profile=question.profile,
-            cluster=question.cluster,
-            training=how,
-            stages=stages,
-            decisions=tuple(decisions),
-        )
 
 
 # ---- Lower bounds
