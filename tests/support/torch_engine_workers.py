@@ -82,19 +82,24 @@ class Failure(str):
 
 def _work_together(ends: list[Connection]) -> None:
     """Work at the first end, and in forks at the others: imports, which take two seconds, are done once."""
-    torch.set_num_threads(1)
     for number in range(1, len(ends)):
         if os.fork() == 0:
             try:
-                _work(ends[number])
+                _work(number, ends)
             finally:
                 os._exit(0)
-    _work(ends[0])
+    _work(0, ends)
     for _ in ends[1:]:
         os.wait()
 
 
-def _work(end: Connection) -> None:
+def _work(number: int, ends: list[Connection]) -> None:
+    for other in {*ends} - {ends[number]}:
+        other.close()  # without its worker an end is closed, and the test fails at once
+    end = ends[number]
+    # In each fork: if its first backward starts several threads, as since torch 2.14, these would replace the
+    # parent's pool of kernel threads at the same time, and torch would abort.
+    torch.set_num_threads(1)
     while (order := end.recv()) is not None:
         rank, count, store, function, arguments = order
         dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
