@@ -298,9 +298,10 @@ def test_fake_results_have_the_kernels_dtype() -> None:
         out, mean, deviation = torch.native_layer_norm(x, [8], weight, weight, 1e-5)
         assert (out.dtype, mean.dtype, deviation.dtype) == (torch.bfloat16, torch.float32, torch.float32)
         aten.native_layer_norm_backward.default(out, x, [8], mean, deviation, weight, weight, [True] * 3)
-        narrow, wide = torch.empty(4, 8), torch.empty(4, 8, dtype=torch.float64)
-        gradient = aten.mse_loss_backward.default(wide.sum(), narrow, wide, 1)
-        assert gradient.dtype == torch.float32
+        if torch.__version__ >= "2.12":  # the kernel of 2.11 refuses such targets
+            narrow, wide = torch.empty(4, 8), torch.empty(4, 8, dtype=torch.float64)
+            gradient = aten.mse_loss_backward.default(wide.sum(), narrow, wide, 1)
+            assert gradient.dtype == torch.float32
     assert meter.kernels is not None and not meter.kernels.memory.unknown
 
 

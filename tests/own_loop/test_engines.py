@@ -153,7 +153,11 @@ def test_a_dry_run_leaves_an_engine_as_it_was() -> None:
 
     def seen(module: nn.Module) -> list[Any]:
         states = [part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state")]
-        groups = [group for state in states for group in state._fsdp_param_groups]
+        kept = [
+            vars(state).get("_fsdp_param_groups") or [vars(state).get("_fsdp_param_group")]
+            for state in states
+        ]
+        groups = [group for groups in kept for group in groups if group is not None]  # torch 2.11 has one
         parts = [*module.modules(), *states, *groups, *(p for group in groups for p in group.fsdp_params)]
         return [
             (k, id(v), len(v) if hasattr(v, "__len__") else 0) for one in parts for k, v in vars(one).items()

@@ -188,8 +188,9 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
         return out
     dtypes = {layout.dtype, dtype_name(out.dtype)}
     has_shape = layout.shape == tuple(out.shape) or not out.numel()  # kernels alone know a workspace's size
-    if not has_shape or (len(dtypes) > 1 and not dtypes <= _FLOATS):
-        raise RuntimeError(f"{layout.dtype} {layout.shape} instead of {out.dtype} {tuple(out.shape)}")
+    if not has_shape or min(layout.strides, default=0) < 0 or (len(dtypes) > 1 and not dtypes <= _FLOATS):
+        made = f"{layout.dtype} {layout.shape} with strides {layout.strides}"
+        raise RuntimeError(f"{made} instead of {out.dtype} {tuple(out.shape)}")
     return in_layout(layout, storages, out.device)
 
 

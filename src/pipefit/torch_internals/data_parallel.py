@@ -151,11 +151,18 @@ def sharding_of(module: Any) -> list[Any]:
         return []
     state = module._get_fsdp_state()
     result = [state, state._state_ctx, state._comm_ctx]
-    for group in state._fsdp_param_groups:
+    for group in _parameter_groups(state):
         result += [group, group.mesh_info, group.comm_ctx, *group.fsdp_params]
         if group.post_forward_mesh_info is not None:
             result.append(group.post_forward_mesh_info)
     return result
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters that one module gathers; torch 2.11 has one group at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 _GROUPS = "shard_process_group", "replicate_process_group", "reduce_scatter_process_group"
