@@ -25,6 +25,7 @@ from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
 from support.known_profiles import profile
+from support.random_layer_chains import KINDS, Part, mean_of_all
 from support.small_tasks import plan_of, task_of
 from support.torch_engine_cases import divided_case, engine_case
 
@@ -91,6 +92,32 @@ def test_recomputation_is_that_of_torch(recompute: str) -> None:
     task = pipefit.Task(convolutions, batch=pictures, loss=F.mse_loss, name="convolutions")
     plan = plan_of(task, (4, 2), microbatches=2, schedule="gpipe", size=8, recompute=recompute)
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
+def test_copies_of_inputs_in_a_recomputation() -> None:
+    """A run that begins in place works on copies of its inputs, in the forward and again when it is recomputed."""
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)]
+
+    task = task_of(layers, inputs=64, outputs=64)
+    for schedule in ("1f1b", "gpipe"):
+        plan = plan_of(task, (1, 4), size=8, microbatches=3, schedule=schedule, recompute="stages")
+        assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
+def test_gradients_in_buffers_that_a_layer_passes_on() -> None:
+    """The layer before one that passes the gradient of its output on receives it in the buffer, too."""
+
+    def build() -> nn.Module:
+        kinds = [KINDS[name] for name in ("linear", "norm", "every other", "detached", "linear")]
+        return nn.Sequential(*(Part(kind.function, kind.module()) for kind in kinds))
+
+    task = replace(
+        some_layers(), module=build, batch=lambda size: torch.randn(2, size, 8, 8).unbind(), loss=mean_of_all
+    )
+    plan = plan_of(task, (4, 1), size=2, microbatches=3)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
 NORMS = 512  # bytes of gradient norms, and of loss scaling

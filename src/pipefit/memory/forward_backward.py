@@ -198,7 +198,7 @@ class Forward(NamedTuple):
 
 def _given(storages: StageStorages, piece: Piece) -> Iterator[tuple[int, ...]]:
     """Yield the instances of the inputs of every layer of a piece."""
-    shift, values = len(storages.sizes) if piece.again else 0, piece.inputs
+    shift, values = len(storages.sizes) if piece.again else 0, piece.copies or piece.inputs
     for position in range(piece.first, piece.end):
         layer = storages.layers[position]
         yield _with_targets(storages, position, values)
@@ -272,14 +272,16 @@ def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple
     )
 
 
-def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
+def copy_inputs(
+    working: Working, first: int, inputs: tuple[int, ...], *, again: bool = False
+) -> tuple[int, ...]:
     """Return the instances that a forward with kept inputs reads: copies, if its first layer works in
     place.
     """
     storages = working.storages
     if not storages.layers[first].cost.mutates_inputs:
         return inputs
-    copies = storages.copies[first]
+    copies = tuple(number + again * len(storages.sizes) for number in storages.copies[first])
     for copy, original in zip(copies, inputs, strict=True):
         working.hold(copy, working.holders.value)
         working.drop(original, working.holders.value)
@@ -369,7 +371,7 @@ def _left_waiting(
     layer whose gradients all wait behaves like one whose gradients are allocated.
     """
     cost, inner = storages.costs[position], position + 1 < storages.count
-    buffered = storages.buffered and not storages.last
+    buffered = storages.buffered_values(position + 1)
     if bears(position):
         return 0, cost.spans(is_first=True, inner=inner, buffered=buffered)
     adding = {again.shared.name for again in storages.repetitions if again.user == position}

@@ -521,11 +521,15 @@ def _recompute(transition: Transition) -> Answer:
         if transition.working.held.get(instance, 0) & kept:
             transition.working.hold(instance, transition.holders.target)
             transition.working.drop(instance, kept)
-    values = run_forward(transition.working, Forward(first, end, again=True, saves=True), piece.inputs)
+    values = piece.inputs
+    if transition.storages.buffered:  # torch.utils.checkpoint copies them again
+        values = copy_inputs(transition.working, first, values, again=True)
+    copies = values if values != piece.inputs else ()
+    values = run_forward(transition.working, Forward(first, end, again=True, saves=True), values)
     for instance in values:
         transition.working.drop(instance, transition.holders.value)
     pieces = list(transition.residency.pieces)
-    pieces[number] = piece._replace(again=True)
+    pieces[number] = piece._replace(again=True, copies=copies)
     transition.working.level -= sum(made) + root
     freed = _NUMBER if back != transition.residency.back else 0
     return transition.left(pieces=tuple(pieces), back=back, gradients=made[0], boundary=made[1] - freed)

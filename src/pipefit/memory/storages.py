@@ -463,7 +463,7 @@ class StageStorages:
     @cached_property
     def copied_gradient_bytes(self) -> int:
         """The bytes of gradients that the stage passes on unchanged from buffers, and copies to send them."""
-        if not self.start or self.last or not self.buffered:
+        if not self.start or not self._buffers:
             return 0
         shapes = [value.shape for value in self.outputs if value.has_gradient]
         return sum(
@@ -473,6 +473,16 @@ class StageStorages:
             and gradient.storage < len(shapes)  # a view of a buffer is sent without a copy
             and shapes[gradient.storage] == value.shape
         )
+
+    @property
+    def _buffers(self) -> int:
+        """The number of gradient storages that are buffers, which have the lowest numbers."""
+        return 0 if self.last or not self.buffered else sum(value.has_gradient for value in self.outputs)
+
+    def buffered_values(self, boundary: int) -> frozenset[int]:
+        """Return the values at a boundary with gradients in buffers: layers may pass on those of outputs."""
+        gradients = enumerate(self._gradient_values[boundary])
+        return frozenset(n for n, one in gradients if one is not None and one.storage < self._buffers)
 
     @cached_property
     def made_gradient_bytes(self) -> int:
@@ -643,6 +653,7 @@ class Piece(NamedTuple):
     keeps_inputs: bool  # its forward was an N: it must be recomputed before its backward
     inputs: tuple[int, ...]
     again: bool = False  # it has been recomputed
+    copies: tuple[int, ...] = ()  # of the inputs, on which the recomputation worked
 
 
 class Whereabouts(StrEnum):

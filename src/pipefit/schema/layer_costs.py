@@ -584,24 +584,28 @@ class LayerCost:
         buffered = (*(self.buffered_first or ()), *(self.buffered_later or ()))
         return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later, *buffered)
 
-    def spans(self, *, is_first: bool, inner: bool, buffered: bool = False) -> tuple[Span, ...]:
+    def spans(
+        self, *, is_first: bool, inner: bool, buffered: frozenset[int] = frozenset()
+    ) -> tuple[Span, ...]:
         """Return the spans of the step's first or a later backward.
 
-        `inner` says whether the next layer is on the same device, and otherwise `buffered` whether the
-        gradients of the outputs stay in buffers.
+        `inner` says whether the next layer is on the same device, and `buffered` are the outputs whose
+        gradients stay in buffers.
         """
         usual, arriving, kept = (
             (self.backward_first, self.inner_first, self.buffered_first)
             if is_first
             else (self.backward_later, self.inner_later, self.buffered_later)
         )
-        if inner or not buffered:
-            return arriving if inner and arriving else usual
-        if kept is None:  # at most all of these gradients are freed before a peak
-            passed_on = {origin.index for origin in self.input_gradients if origin.kind == "output"}
-            more = sum(v.nbytes for n, v in enumerate(self.outputs) if v.has_gradient and n not in passed_on)
-            return tuple(replace(span, peak_bytes=span.peak_bytes + more) for span in usual)
-        return kept or usual
+        spans = arriving if inner and arriving else usual
+        if not buffered:
+            return spans
+        all_kept = buffered.issuperset(n for n, value in enumerate(self.outputs) if value.has_gradient)
+        if all_kept and spans is usual and kept is not None:
+            return kept or usual
+        freed = buffered.difference(o.index for o in self.input_gradients if o.kind == "output")
+        more = sum(self.outputs[number].nbytes for number in freed)
+        return tuple(replace(span, peak_bytes=span.peak_bytes + more) for span in spans)  # at most
 
     @property
     def parameter_bytes(self) -> int:
