@@ -186,6 +186,30 @@ def test_a_block_tells_what_was_merged_into_it_and_why() -> None:
     assert "undivided_model.py:" in reason and "is changed in place, and used on both sides" in reason
 
 
+class Spared(nn.Module):
+    """A model that changes the result of a dropout of nothing, which is the dropout's input."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(WIDTH, WIDTH), drop, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.first(x)
+        self.drop(result).add_(1)
+        return self.second(torch.relu(result))
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.0), nn.AlphaDropout(0.0), nn.Dropout(0.5).eval()], ids=str)
+def test_a_dropout_of_nothing_returns_its_input(drop: nn.Module) -> None:
+    """A change of its result is seen in its input, also if values that cross a cut are copies."""
+    module, x = Spared(drop), torch.randn(2, WIDTH)
+    found = cut(module, x, granularity="layers")
+    values: Any = found.flatten((x,))
+    for layer in found.layers:
+        values = layer([value.clone() for value in values])
+    assert torch.equal(values[0], module(x))
+
+
 class Attention(nn.Module):
     """Attention with queries, keys and values as parts of one tensor; no part can cross a cut."""
 

@@ -41,6 +41,14 @@ _NORMS = (
 )  # arguments 3 and 4: statistics
 
 
+_DROPOUTS = (  # they return their input if they drop nothing; traces show that since torch 2.14
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+)
+
+
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the values that `node` writes into, running statistics of norms in training included."""
     if node.target is call_whole:
@@ -87,6 +95,9 @@ def sources(node: fx.Node) -> Iterable[fx.Node]:
         return
     if not isinstance(node.target, OpOverload):
         yield from node.all_input_nodes  # getitem
+        return
+    if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
+        yield node.args[0]  # type: ignore[misc]
         return
     if not any(result.alias_info is not None for result in node.target._schema.returns):
         return
