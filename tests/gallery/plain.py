@@ -7,7 +7,7 @@ before the first one of each layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +68,13 @@ def train(
     last_first: bool,
     draws: Sequence[int] = (),
     seed: int = 0,
+    updating: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[Step]:
     """Train `module` on `batches` in microbatches of `size` samples, with backwards `last_first` or first to
     last.
 
-    `draws` are the layers of the random operations of one microbatch.
+    `draws` are the layers of the random operations of one microbatch. Updates use the gradients `updating` of
+    each step, or by default those that the step computed.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     updates, steps = optimizer(trained), []
@@ -86,6 +88,8 @@ def train(
             if one.requires_grad:
                 (one / len(losses)).backward()
         gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        for name, gradient in updating[number].items() if updating else ():
+            module.get_parameter(name).grad = gradient.clone()
         updates.step()
         updates.zero_grad()
         state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
