@@ -37,6 +37,7 @@ from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category
 from support.known_profiles import profile
+from support.random_layer_chains import KINDS, WIDTH, Part, mean_of_all
 from support.selecting_layers import selecting
 from support.sharded_stages import Degrees, divided, grid_plan
 from support.small_tasks import alone, batch_of, in_one_process, plan_of, task_of
@@ -81,6 +82,40 @@ def test_numbers_of_a_plain_loop(
     trained = {name: t for one in ran.values() for name, t in one.state.items()}
     assert trained.keys() == state.keys()
     assert all(torch.equal(trained[name], tensor) for name, tensor in state.items())
+
+
+def layers_named(*names: str) -> Task:
+    """Return a task of layers of these kinds, whose loss depends on every value."""
+
+    def layers() -> list[nn.Module]:
+        return [Part(KINDS[name].function, KINDS[name].module()) for name in names]
+
+    return replace(
+        task_of(layers, loss=mean_of_all),
+        batch=lambda size: (torch.randn(size, WIDTH, WIDTH), torch.randn(size, WIDTH, WIDTH)),
+    )
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [
+        (("linear", "detached", "second in place", "linear"), (2, 2)),
+        (("linear", "bent", "relu", "second in place", "linear"), (2, 3)),
+        (("linear", "bent", "norm", "second in place", "linear"), (2, 3)),
+    ],
+)
+def test_received_values_that_layers_change(
+    workers: Workers, names: tuple[str, ...], split: tuple[int, ...], recompute: str
+) -> None:
+    """Layers may change received values in place, with and without gradients, in every step."""
+    task = layers_named(*names)
+    plan = plan_of(task, split, microbatches=3, recompute=recompute)
+    losses, state = alone(task, plan, STEPS)
+    for one in workers.train(plan, layers_named, *names).values():
+        assert one.losses == pytest.approx(losses, rel=1e-6)
+        for name, tensor in one.state.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
 
 
 def whole_replicas(plan: Plan) -> Plan:

@@ -90,8 +90,12 @@ class StageModule(nn.Module):
             for microbatch in (one for one in microbatches if one in decision.microbatches):
                 for number, index in moved:
                     self._moves[microbatch].setdefault(number, set()).add(index)
+        changing = [self._costs[number].mutates_inputs for number in range(self.start, self.stop)]
+        if is_last := stage == len(plan.stages) - 1:
+            changing.append(plan.measured(stage).loss.mutates_inputs)
+        self._aliases = any(changing)
         outputs = self._costs[self.stop - 1].outputs
-        cuts = stage < len(plan.stages) - 1 and not all(value.has_gradient for value in outputs)
+        cuts = not is_last and not all(value.has_gradient for value in outputs)
         self._cut = outputs if cuts else ()
         self.microbatch = -1
 
@@ -101,6 +105,8 @@ class StageModule(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor | Values:
         self.microbatch += 1
+        if self._aliases:
+            values = tuple(map(_alias, values))
         for start, stop, recomputes in self._pieces[self.microbatch]:
             if recomputes:
                 values = self._recomputed(start, stop, values)
@@ -126,7 +132,7 @@ class StageModule(nn.Module):
         moves, begin = self._moves[microbatch], self._draws.of(microbatch)
         for number, layer, changes in self._calls[start - self.start : stop - self.start]:
             if changes:
-                values = tuple(map(_alias, values)) if number == self.start else apart(values)
+                values = apart(values)
             begin(number)
             if number in moves:
                 with self._moving(number, moves[number]):
@@ -183,8 +189,12 @@ def _cut(value: Tensor, planned: Value) -> Tensor:
 
 
 def _alias(value: Tensor) -> Tensor:
-    """Return a value that a layer may change in place: a leaf that requires a gradient may not be changed."""
-    return apart((value.view_as(value),))[0] if value.requires_grad else value
+    """Return a received value as one that layers may change in place.
+
+    A leaf that requires a gradient may not be changed, and any other one would become part of the graph of
+    that microbatch, although torch's engine receives later values into it.
+    """
+    return apart((value.view_as(value),))[0] if value.requires_grad else value.detach()
 
 
 class Loss:
