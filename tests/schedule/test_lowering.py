@@ -115,11 +115,11 @@ def recomputed(stage: int, *, ahead: int) -> Decision:
 
 
 def test_what_a_backward_answers_is_joined_before_it() -> None:
-    """The last but one stage of 1F1B sends, and runs a backward at once: its gradients prove that the send
-    arrived.
+    """The last but one stage of 1F1B sends, and runs a backward at once: its gradients can only come after the
+    send has arrived.
     """
     first = lower(chain_plan("1f1b", 1, (0, 1, 2))).actions[0]
-    assert " ".join(map(str, first)) == "0RECV_B0 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0 0STEP"
+    assert " ".join(map(str, first)) == "0RECV_B0 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0WAIT_RECV_B0 0B0 0STEP"
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

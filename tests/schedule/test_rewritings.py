@@ -188,7 +188,7 @@ def test_communication_stands_around_pieces() -> None:
     (_, middle, _) = recomputed(computes(plan, schedule_named("1f1b"), 1), plan)
     assert words(middle) == "1F0[3:4] 1N0[4:5] 1F0[5:6] 1B0[5:6] 1R0[4:5] 1B0[4:5] 1B0[3:4]"
     assert words(list(communicated(middle, plan))) == (
-        "1RECV_F0 1WAIT_RECV_F0 1F0[3:4] 1N0[4:5] 1RECV_B0 1F0[5:6] 1SEND_F0 1WAIT_RECV_B0 1WAIT_SEND_F0 1B0[5:6] "
+        "1RECV_F0 1RECV_B0 1WAIT_RECV_F0 1F0[3:4] 1N0[4:5] 1F0[5:6] 1SEND_F0 1WAIT_SEND_F0 1WAIT_RECV_B0 1B0[5:6] "
         "1R0[4:5] 1B0[4:5] 1B0[3:4] 1SEND_B0 1WAIT_SEND_B0"
     )
 

@@ -30,7 +30,7 @@ def test_one_device_sends_to_every_shard_and_hears_from_one() -> None:
     assert lines(sharded((1, 1), (1, 2))) == [
         (
             "0RECV_B0{0:4}@device1 0LOAD0 0F0 0SEND_F0{0:4}@device1 0SEND_F0{0:4}@device2 "
-            "0WAIT_RECV_B0{0:4}@device1 0WAIT_SEND_F0{0:4}@device1 0WAIT_SEND_F0{0:4}@device2 0B0 0STEP"
+            "0WAIT_SEND_F0{0:4}@device1 0WAIT_SEND_F0{0:4}@device2 0WAIT_RECV_B0{0:4}@device1 0B0 0STEP"
         ),
         "1RECV_F0{0:4} 1WAIT_RECV_F0{0:4} 1LOAD0 1F0 1B0 1SEND_B0{0:4} 1WAIT_SEND_B0{0:4} 1STEP",
         "1RECV_F0{0:4} 1WAIT_RECV_F0{0:4} 1LOAD0 1F0 1B0 1STEP",
@@ -41,7 +41,8 @@ def test_equal_degrees_exchange_shard_by_shard() -> None:
     """Every shard sends to one shard, and receives from it."""
     found = lines(sharded((1, 2), (1, 2)))
     for shard in (0, 1):
-        assert f"0SEND_F0{{0:4}}@device{shard + 2} 0WAIT_RECV_B0{{0:4}}@device{shard + 2}" in found[shard]
+        peer = f"{{0:4}}@device{shard + 2}"
+        assert f"0SEND_F0{peer} 0WAIT_SEND_F0{peer} 0WAIT_RECV_B0{peer}" in found[shard]
         assert found[shard].count("SEND_F0") == found[shard + 2].count("SEND_B0") == 2
 
 

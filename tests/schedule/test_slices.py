@@ -39,12 +39,12 @@ def test_neighbours_of_different_degree_exchange_just_their_rows() -> None:
     assert str(lower(gridded(3, 2, samples=6))).splitlines() == drawn(
         """
         device 0: 0RECV_B0{0:2}@device3 0LOAD0{0:2} 0F0 0SEND_F0{0:2}@device3
-                  0WAIT_RECV_B0{0:2}@device3 0WAIT_SEND_F0{0:2}@device3 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+                  0WAIT_SEND_F0{0:2}@device3 0WAIT_RECV_B0{0:2}@device3 0B0 0REDUCE 0WAIT_REDUCE 0STEP
         device 1: 0RECV_B0{2:3}@device3 0RECV_B0{3:4}@device4 0LOAD0{2:4} 0F0
-                  0SEND_F0{2:3}@device3 0SEND_F0{3:4}@device4 0WAIT_RECV_B0{2:3}@device3 0WAIT_RECV_B0{3:4}@device4
-                  0WAIT_SEND_F0{2:3}@device3 0WAIT_SEND_F0{3:4}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+                  0SEND_F0{2:3}@device3 0SEND_F0{3:4}@device4 0WAIT_SEND_F0{2:3}@device3 0WAIT_SEND_F0{3:4}@device4
+                  0WAIT_RECV_B0{2:3}@device3 0WAIT_RECV_B0{3:4}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
         device 2: 0RECV_B0{4:6}@device4 0LOAD0{4:6} 0F0 0SEND_F0{4:6}@device4
-                  0WAIT_RECV_B0{4:6}@device4 0WAIT_SEND_F0{4:6}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+                  0WAIT_SEND_F0{4:6}@device4 0WAIT_RECV_B0{4:6}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
         device 3: 1RECV_F0{0:2}@device0 1RECV_F0{2:3}@device1 1WAIT_RECV_F0{0:2}@device0 1WAIT_RECV_F0{2:3}@device1
                   1LOAD0{0:3} 1F0 1B0 1SEND_B0{0:2}@device0 1SEND_B0{2:3}@device1 1REDUCE
                   1WAIT_SEND_B0{0:2}@device0 1WAIT_SEND_B0{2:3}@device1 1WAIT_REDUCE 1STEP

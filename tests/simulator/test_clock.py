@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipefit.errors import UsageError
 from pipefit.lowering import lower
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.schema.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
 from pipefit.schema.cluster import Cluster, Route
 from pipefit.schema.devices import Link, Member
@@ -45,6 +46,23 @@ def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
     assert trace.step_seconds == (3.0 * (microbatches + stages - 1),)
     bubble = (stages - 1) / (microbatches + stages - 1)
     assert trace.utilisation() == pytest.approx([1 - bubble] * stages)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("recompute", ["always", "stages"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_recomputation_does_not_delay_messages(schedule: str, recompute: Recompute, stages: int) -> None:
+    """A step with second forwards takes no longer than M+P-1 microbatches of them; those of the first backward
+    may end before its gradients arrive.
+    """
+    microbatches, layers = 16, 3
+    profile = equal_profile(layers * stages, forward_seconds=1.0, backward_seconds=2.0)
+    plan = make_plan(
+        profile, [layers] * stages, microbatches=microbatches, schedule=schedule, recompute=recompute
+    )
+    (seconds,) = simulate(plan, steps=1).step_seconds
+    turns = microbatches + stages - 1
+    assert (4.0 * turns - stages) * layers < seconds <= 4.0 * turns * layers
 
 
 def test_steps_follow_one_another_without_a_barrier() -> None:

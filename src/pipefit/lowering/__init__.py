@@ -20,7 +20,7 @@ from pipefit.lowering.lower import (
     whole_run,
 )
 from pipefit.lowering.passes.collectives import bucket_edges
-from pipefit.lowering.passes.communication import begins, is_backward_of
+from pipefit.lowering.passes.communication import begins, is_backward_of, pass_of
 from pipefit.lowering.passes.recomputation import (
     RECOMPUTE,
     Recompute,
@@ -56,6 +56,7 @@ __all__ = [
     "lower_drain",
     "lower_evaluation",
     "lower_for_torch",
+    "pass_of",
     "period",
     "rank_programs",
     "recompute_decisions",

@@ -1,25 +1,24 @@
 """The pass that inserts receives, sends and loads around the compute actions.
 
-For each of a rank's compute actions c[0], c[1], ..., in this order:
+A pass is the forward or the backward of one microbatch through a stage, with the recomputations just before
+parts of the backward. For each of a rank's passes p[0], p[1], ..., in this order:
 
-    start the receive for c[t+1]              so that it arrives while c[t] computes
-    join the receive for c[t]
-    load the data for c[t] from the host
-    c[t]
-    join the sends of c[t-1]'s results        which have had the time of c[t] to arrive
-    start the sends of c[t]'s results
+    start the receives for p[t+1]             so that they arrive while p[t] computes
+    p[t], its inputs loaded from the host, and each receive joined before the action that needs it
+    join the sends of p[t-1]'s results        which have had the time of p[t] to arrive
+    start the sends of p[t]'s results
 
-If c[t] is the backward of the forward c[t-1], the gradients that it needs can only come after the output of
-c[t-1] has arrived. Then the receive and the send are joined first.
+If p[t] is the backward of the forward p[t-1], the gradients that it needs can only come after the output of
+p[t-1] has arrived. Then these sends are joined first.
 
-A recomputation that comes earlier than just before its backward is not counted as a c[t]: it needs no message
-and stands between two of them, before the receive for c[t+1]. Otherwise receives would start after sends that
-wait for them, and devices that hold several stages would wait for each other. Updates, and the copies and
-reductions for them, are not counted either: they follow c[t] and its sends.
+A recomputation that comes earlier than just before its backward is not part of a pass: it needs no message
+and stands between two of them, before the receives for p[t+1]. Otherwise receives would start after sends
+that wait for them, and devices that hold several stages would wait for each other. Updates, and the copies
+and reductions for them, are not part of a pass either: they follow p[t] and its sends.
 
-In a step of an asynchronous schedule, c[-1] is the last compute action of the previous step: its sends are
-joined here, and those of this step's last one in the next step. Between stages with several replicas there is
-one message for each pair of them that has common rows, all started and joined together.
+In a step of an asynchronous schedule, p[-1] is the last pass of the previous step: its sends are joined here,
+and those of this step's last one in the next step. Between stages with several replicas there is one message
+for each pair of them that has common rows, all started and joined together.
 
 Thus a device holds at most one started receive and one outstanding send in each direction, in addition to its
 microbatches in flight.
@@ -28,7 +27,8 @@ microbatches in flight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from typing import NamedTuple
 
 from pipefit.lowering.local_batches import Slices
 from pipefit.lowering.schedules import Order
@@ -51,24 +51,25 @@ def communicated(
     last compute action of the previous step.
     """
     slices = slices or Slices(plan)
-    early, counted, behind = _around(order)
-    receives = [list(receives_of(action, plan, slices)) for action in counted]
-    yield from receives[0]
+    passes = _passes(order)
+    receives = [[list(receives_of(action, plan, slices)) for action in one.actions] for one in passes]
+    yield from chain(*receives[0])
     sending = [] if before is None else list(sends_of(before, plan, slices))
-    for number, action in enumerate(counted):
-        ahead = receives[number + 1] if number + 1 < len(counted) else []
-        needed = [receive.join for receive in receives[number]]
+    for number, (early, actions, behind) in enumerate(passes):
         joins = [send.join for send in sending]
-        turns_back = number > 0 and is_backward_of(action, counted[number - 1])
-        yield from early[number]
-        yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
-        if _loads(action, plan):
-            yield slices.load(action.stage, action.microbatch)
-        sending = list(sends_of(action, plan, slices))
-        yield action
+        turns_back = number > 0 and is_backward_of(actions[-1], passes[number - 1].actions[-1])
+        yield from early
+        yield from joins if turns_back else ()
+        yield from chain(*receives[number + 1]) if number + 1 < len(passes) else ()
+        for action, needed in zip(actions, receives[number], strict=True):
+            yield from (receive.join for receive in needed)
+            if _loads(action, plan):
+                yield slices.load(action.stage, action.microbatch)
+            yield action
         yield from () if turns_back else joins
+        sending = list(sends_of(actions[-1], plan, slices))
         yield from sending
-        yield from behind[number]
+        yield from behind
     yield from () if endless else (send.join for send in sending)
 
 
@@ -85,33 +86,43 @@ def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) 
         yield from (*sends, *(send.join for send in sends))
 
 
-def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[Action]]]:
-    """Return the counted actions c[t], with the uncounted actions around each.
+class _Pass(NamedTuple):
+    """A pass with any updates and early recomputations inside it, and those just before and behind it."""
 
-    For each c[t], these are the early recomputations before it, and the updates after it.
-    """
-    early: list[list[Action]] = [[]]
-    counted: list[Action] = []
-    behind: list[list[Action]] = []
+    early: list[Action]
+    actions: list[Action]
+    behind: list[Action]
+
+
+def _passes(order: Order) -> list[_Pass]:
+    """Return the passes of a rank."""
+    passes: list[_Pass] = []
+    early: list[Action] = []
     for action, following in zip_longest(order, order[1:]):
-        if action.kind is Kind.RECOMPUTE and (following is None or following != (Kind.BACKWARD, *action[1:])):
-            early[-1].append(action)
-        elif action.kind in UPDATES | COLLECTIVE or action.moves_state:
-            behind[-1].append(action)
+        if action.kind in UPDATES | COLLECTIVE or action.moves_state:
+            passes[-1].behind.append(action)
+        elif passes and pass_of(action) == pass_of(passes[-1].actions[-1]):
+            passes[-1].actions.extend((*passes[-1].behind, *early, action))
+            passes[-1].behind.clear()
+            early = []
+        elif action.kind is Kind.RECOMPUTE and (
+            following is None or following != (Kind.BACKWARD, *action[1:])
+        ):
+            early.append(action)
         else:
-            counted.append(action)
-            early.append([])
-            behind.append([])
-    return early, counted, behind
+            passes.append(_Pass(early, [action], []))
+            early = []
+    return passes
+
+
+def pass_of(action: Action) -> tuple[int, int | None, bool]:
+    """Return what identifies the pass of a compute action: stage, microbatch, and whether it is a forward."""
+    return action.stage, action.microbatch, action.kind in FORWARDS
 
 
 def is_backward_of(action: Action, before: Action) -> bool:
-    """Return whether `action` is the backward of the forward `before`, for the same stage and microbatch."""
-    return (
-        action.kind is Kind.BACKWARD
-        and before.kind is Kind.FORWARD
-        and (action.stage, action.microbatch) == (before.stage, before.microbatch)
-    )
+    """Return whether `action` is of the backward of the forward `before`, for one stage and microbatch."""
+    return (*pass_of(action)[:2], True) == pass_of(before) != pass_of(action)
 
 
 def begins(action: Action, plan: Plan) -> bool:

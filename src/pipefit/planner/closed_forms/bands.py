@@ -82,19 +82,13 @@ class Band:
         total = self.static + self._own(surroundings)
         if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
             total += self.early if surroundings.early else self.state
-        if surroundings.kind is Kind.RECOMPUTE and surroundings.receiving is Kind.BACKWARD:
-            return total + self.output_gradients + self._one(self._sending(surroundings.sending))
+        if surroundings.kind is Kind.RECOMPUTE:  # in the buffer that the backward's receive has started with
+            total += self.output_gradients
         if surroundings.receiving in FORWARDS:
-            total += self._one(self.received)
+            total += self.received
         elif surroundings.receiving is Kind.BACKWARD:
-            total += self._one(self.output_gradients)
-        return total + self._one(self._sending(surroundings.sending))
-
-    def _one(self, messages: Ints | int) -> Ints | int:
-        """Return the bytes of messages during an action; block by block, only in ranges of one block."""
-        if self.recomputed is None or isinstance(messages, int):
-            return messages
-        return np.where(np.arange(len(messages))[:, None] == 0, messages, 0)
+            total += self.output_gradients
+        return total + self._sending(surroundings.sending)
 
     def _own(self, surroundings: Surroundings) -> Ints:
         """Return the bytes of the action and its microbatch, and of gradients that exist before it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from operator import ge
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from pipefit.lowering import (
     Recompute,
     distinct_steps_of,
     is_backward_of,
+    pass_of,
     recomputed_microbatches,
     schedule_named,
 )
@@ -100,37 +102,39 @@ class _Walk:
 
     def __init__(self, *, endless: bool, rooms: bool) -> None:
         self.held = self.inputs = 0
+        self.last: Action | None = None  # the last compute action
+        self.before: Action | None = None  # the last one of the previous pass
         self.early, self.gradients, self.rooms = endless, False, rooms
         self.weights = StageVersions(0, (1,)) if endless else None
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
         """Yield the surroundings of every compute action, and of every update with microbatches in flight."""
-        before: Action | None = None
         for order in steps:
             computes = [action for action in order if action.kind not in UPDATES]
-            behind = iter([*computes[1:], None])
-            following = computes[0] if computes else None
+            passes = [list(actions) for _, actions in groupby(computes, pass_of)]
+            ahead = iter([*(actions[-1].kind for actions in passes), None])
+            following = next(ahead)
             for action in order:
                 if action.kind in UPDATES:
-                    yield from self._update(action, before, following)
+                    yield from self._update(action, following)
                     continue
-                following = next(behind)
-                yield self._around(action, before, following)
+                if self.last is None or pass_of(action) != pass_of(self.last):
+                    self.before, following = self.last, next(ahead)
+                yield self._around(action, self.before, following)
                 self._done(action)
-                before = action
 
-    def _around(self, action: Action, before: Action | None, following: Action | None) -> Surroundings:
+    def _around(self, action: Action, before: Action | None, following: Kind | None) -> Surroundings:
         kind = action.kind
         versions = 0 if self.weights is None else self.weights.count - 1
         return Surroundings(
             kind,
             in_flight=self.held - (kind is Kind.BACKWARD),
             gradients=self.gradients,
-            receiving=None if following is None else following.kind,
+            receiving=following,
             sending=before.kind if before is not None and not is_backward_of(action, before) else None,
             checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
-            recomputed=before is not None
-            and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
+            recomputed=self.last is not None
+            and (self.last.kind, self.last.microbatch) == (Kind.RECOMPUTE, action.microbatch),
             versions=versions,
             rooms=versions * self.rooms,
             early=self.early,
@@ -145,15 +149,14 @@ class _Walk:
             self.weights.forward(action.microbatch or 0)
         elif self.weights is not None and kind is Kind.BACKWARD:
             self.weights.backward(action.microbatch or 0)
+        self.last = action
 
-    def _update(
-        self, action: Action, before: Action | None, following: Action | None
-    ) -> Iterator[Surroundings]:
+    def _update(self, action: Action, following: Kind | None) -> Iterator[Surroundings]:
         assert self.weights is not None, "synchronous schedules do not update within a step"
         if action.kind is Kind.STASH:
             self.weights.adopt() if action.wait else self.weights.stash()
             return
-        yield self._around(action, before, following)
+        yield self._around(action, self.last, following)
         self.gradients = self.early = False
 
 
