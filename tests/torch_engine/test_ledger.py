@@ -19,7 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory import receive_buffers, receives_ahead
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.decisions import Decision, SavedTensors, What
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
@@ -104,6 +104,40 @@ def test_copies_of_inputs_in_a_recomputation() -> None:
     for schedule in ("1f1b", "gpipe"):
         plan = plan_of(task, (1, 4), size=8, microbatches=3, schedule=schedule, recompute="stages")
         assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
+class FirstColumns(nn.Module):
+    """Four columns of its input; the backward needs no saved tensor, and makes a gradient of all columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4]
+
+
+class Averaged(nn.Module):
+    """Rows times their means, whose forward needs much more memory than its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.detach().repeat(1, 8).mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("split", "stage", "run"),
+    [((5,), 0, (2, 4)), ((1, 4), 1, (1, 4)), ((4, 1), 0, (0, 4)), ((4,), 0, (0, 4)), ((2, 2), 1, (2, 4))],
+)
+def test_recomputation_starts_late(
+    split: tuple[int, ...], stage: int, run: tuple[int, int], schedule: str
+) -> None:
+    """Layers at the end of a run that save nothing go backward before it is recomputed."""
+
+    def layers() -> list[nn.Module]:
+        whole = nn.Linear(8, 64), nn.Linear(64, 512), Averaged(), FirstColumns(), nn.Linear(4, 4)
+        return list(whole[: sum(split)])
+
+    task = task_of(layers, outputs=4)
+    again = Decision(stage=stage, subject=Run(start=run[0], stop=run[1]), what=What.RECOMPUTE)
+    plan = replace(plan_of(task, split, size=8, microbatches=3, schedule=schedule), decisions=(again,))
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
 def test_gradients_in_buffers_that_a_layer_passes_on() -> None:

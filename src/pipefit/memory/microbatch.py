@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -405,27 +406,19 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     """Run a forward that saves for the backward, or one that keeps its inputs for recomputation."""
     first, end = transition.layers()
     inputs = _inputs(transition, first, end)
-    piece, apart = Piece(first, end, not saves, inputs), not saves and _loss_apart(transition, end)
-    values = inputs
+    values, cut = inputs, end if saves else _recomputed_end(transition, first, end)
     if not saves:
-        copies = buffer_copies(transition.storages, first, end - apart, fed_back=True)
-        needs_targets = end == transition.storages.count and not apart
-        for instance in (*inputs, *(transition.storages.target_storages if needs_targets else ())):
-            transition.working.hold(instance, transition.holders.kept(first))
-        transition.working.hold(copies, transition.holders.kept(first))
-        values = copy_inputs(transition.working, first, inputs)
-    pieces, waiting = [piece], _waiting_outputs(transition)
-    ways = [Forward(first, end, again=False, saves=saves)]
-    if apart or (waiting and end == transition.storages.count):  # the loss is not recomputed
-        ways = [
-            Forward(first, end - 1, again=False, saves=saves),
-            Forward(end - 1, end, again=False, saves=True),
-        ]
-    for way in ways:
-        above = waiting if way.end < transition.storages.count else 0
-        if apart:
-            pieces = [Piece(first, end - 1, True, inputs), Piece(end - 1, end, False, values)]
+        values = _keep_inputs(transition, first, cut, end)
+    pieces, waiting = [Piece(first, cut, not saves, inputs)], _waiting_outputs(transition)
+    cuts = {first, cut, end}
+    if end == transition.storages.count and (waiting or cut < end):
+        cuts.add(end - 1)
+    for start, stop in pairwise(sorted(cuts)):
+        above = waiting if stop < transition.storages.count else 0
+        if start == cut:
+            pieces.append(Piece(cut, end, False, values))
         transition.working.level += above
+        way = Forward(start, stop, again=False, saves=saves or start >= cut)
         values = run_forward(transition.working, way, values)
         transition.working.level -= above
     if end == transition.storages.count:
@@ -439,6 +432,17 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     return transition.left(
         boundary=kept, at=end, values=values, pieces=(*transition.residency.pieces, *pieces)
     )
+
+
+def _keep_inputs(transition: Transition, first: int, cut: int, end: int) -> tuple[int, ...]:
+    """Keep the inputs of a pass for its recomputation up to `cut`; return the instances that it reads."""
+    working, kept = transition.working, transition.holders.kept(first)
+    needs_targets = end == transition.storages.count and not _loss_apart(transition, end)
+    inputs = transition.residency.values
+    for instance in (*inputs, *(transition.storages.target_storages if needs_targets else ())):
+        working.hold(instance, kept)
+    working.hold(buffer_copies(transition.storages, first, cut, fed_back=True), kept)
+    return copy_inputs(working, first, inputs)
 
 
 _RETURNED: Done = (Kind.FORWARD, False, None, None)  # the engine has outputs of the microbatch before
@@ -456,6 +460,22 @@ def _loss_apart(transition: Transition, end: int) -> bool:
     """Return whether a pass up to `end` ends with a loss that its engine computes outside of the layers."""
     storages = transition.storages
     return storages.buffered and storages.last and end == storages.count
+
+
+def _recomputed_end(transition: Transition, first: int, end: int) -> int:
+    """Return the position at which the recomputation of these positions ends.
+
+    `torch.utils.checkpoint` starts it when the backward first needs a saved tensor. Positions at the end that
+    save none are not run again, and have gone backward by then, like a loss apart.
+    """
+    storages = transition.storages
+    if not storages.buffered:
+        return end
+    end -= _loss_apart(transition, end)
+    stop = max(first, storages.last_saver(first, end))
+    while end > stop + 1 and not storages.costs[end - 1].buffer_bytes:  # whose copies are kept for it
+        end -= 1
+    return end
 
 
 _NUMBER = 8  # bytes of a number that a graph keeps: the weight of a microbatch's loss
@@ -497,14 +517,13 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
 def _recompute(transition: Transition) -> Answer:
     first, end = transition.layers()
     made, back, root = (0, 0), transition.residency.back, _root_bytes(transition)
+    freed, cut = _NUMBER * _loss_apart(transition, end), _recomputed_end(transition, first, end)
     transition.working.level += root
-    if _loss_apart(transition, end):
-        end -= 1
-        made = run_backward(
-            transition.working, _piece(transition, end, end + 1)[1], bears=transition.bears
-        )  # before the layers are recomputed
+    if cut < end:
+        rest = _piece(transition, cut, end)[1]
+        made = run_backward(transition.working, rest, bears=transition.bears)
         transition.working.level += sum(made)
-        back = end
+        back = end = cut
     number, piece = _piece(transition, first, end)
     if not piece.keeps_inputs or piece.again:
         transition.refuse(
@@ -531,7 +550,6 @@ def _recompute(transition: Transition) -> Answer:
     pieces = list(transition.residency.pieces)
     pieces[number] = piece._replace(again=True, copies=copies)
     transition.working.level -= sum(made) + root
-    freed = _NUMBER if back != transition.residency.back else 0
     return transition.left(pieces=tuple(pieces), back=back, gradients=made[0], boundary=made[1] - freed)
 
 
@@ -573,10 +591,9 @@ def _backward(transition: Transition) -> Answer:
     first, end = transition.layers()
     residency, storages = transition.residency, transition.storages
     back = storages.count if residency.back is None else residency.back
-    root, freed = _root_bytes(transition), 0
-    if _loss_apart(transition, end):
-        freed = _NUMBER * (residency.back is None)
-        end = back  # a recomputation has had the backward of the loss
+    root, freed = _root_bytes(transition), _NUMBER * (_loss_apart(transition, end) and residency.back is None)
+    if storages.buffered and first < back < end:
+        end = back  # a recomputation has had the backward of the rest
     if residency.at < storages.count or end != back or back == 0:
         last = transition.layer(back - 1) if back else "none"
         transition.refuse(
@@ -586,18 +603,7 @@ def _backward(transition: Transition) -> Answer:
         transition.refuse(
             f"lacks its gradients: {transition.waits_for(Kind.RECV_BACKWARD)} must come before it"
         )
-    pieces = residency.pieces[_place(residency.pieces, first) : _place(residency.pieces, end)]
-    if not pieces or pieces[0].first != first or pieces[-1].end != end:
-        transition.refuse(
-            "ends within layers that went forward in one action: split forwards and backwards at the same "
-            "layers"
-        )
-    for piece in pieces:
-        if piece.keeps_inputs and not piece.again:
-            layers = None if (piece.first, piece.end) == (0, storages.count) else _layers(transition, piece)
-            transition.refuse(
-                f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it"
-            )
+    pieces = _pieces(transition, first, end)
     _check_present(transition, first, end)
     grown = travelling = 0
     transition.working.level += root
@@ -613,6 +619,28 @@ def _backward(transition: Transition) -> Answer:
     if first == 0:
         travelling -= _dropped_bytes(transition)
     return transition.left(back=first, gradients=grown, boundary=travelling)
+
+
+def _pieces(transition: Transition, first: int, end: int) -> Sequence[Piece]:
+    """Return the pieces of exactly these positions, which can go backward.
+
+    Raises:
+        UsageError: forwards were cut at other layers, or a piece must be recomputed first.
+    """
+    residency, storages = transition.residency, transition.storages
+    pieces = residency.pieces[_place(residency.pieces, first) : _place(residency.pieces, end)]
+    if not pieces or pieces[0].first != first or pieces[-1].end != end:
+        transition.refuse(
+            "ends within layers that went forward in one action: split forwards and backwards at the same "
+            "layers"
+        )
+    for piece in pieces:
+        if piece.keeps_inputs and not piece.again:
+            layers = None if (piece.first, piece.end) == (0, storages.count) else _layers(transition, piece)
+            transition.refuse(
+                f"needs {transition.action._replace(kind=Kind.RECOMPUTE, layers=layers)} before it"
+            )
+    return pieces
 
 
 def _dropped_bytes(transition: Transition) -> int:
