@@ -7,13 +7,14 @@ columns alone (`setups`); pipefit predicts peak bytes, whether it fits, and seco
 Rows that cannot be expressed are counted by reason. `explained` is the prediction with the bytes that a framework is
 known to add (`setups.Setup`): gradients in float32, a loss in float32, an output that the loop holds.
 Image classifiers are built by timm: python -m pip install --no-deps timm==0.6.7
-Most of an hour of a core, hours for bigscience's rows on more than 128 GPUs; no network.
+Most of an hour of a core, and as much for bigscience's rows on more than 128 GPUs; no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from setups import Setup, setup_of  # noqa: E402
 from measured_on import machine  # noqa: E402
 from pipefit.errors import PipefitError  # noqa: E402
 
+MOST_DEVICES = 128  # of rows whose memory is predicted; that of a larger grid takes minutes
 PICTURES = HERE.parents[1] / "docs" / "pictures"
 _UNTIMED = ("varying lengths", "lengths vary")  # in `trust`: seconds of samples whose length is not said
 _BINNED = "BERT-large pre-training"  # of DeepLearningExamples, whose loader (LDDL) makes batches by length
@@ -103,7 +105,10 @@ def predicted(row: Row, setup: Setup, said: dict[str, Any]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     # grids take longer to run dry, which only the allocator's figures need
     dry = len(setup.plan.workers) == len(setup.plan.stages) or "allocated" in said or "reserved" in said
-    if "fits" in said or any(what in said for what in scores.MEMORY):
+    small = len(setup.plan.workers) <= MOST_DEVICES
+    if not small and "seconds" not in said:
+        raise Inexpressible(f"the memory of more than {MOST_DEVICES} devices takes minutes to predict")
+    if small and ("fits" in said or any(what in said for what in scores.MEMORY)):
         memory = predictions.memory(setup, reserved=dry)
         figures["default"] = memory.default_bytes
         figures["allocated"], figures["reserved"] = memory.allocated_bytes, memory.reserved_bytes
@@ -128,7 +133,7 @@ def plan_text(row: Row) -> str:
 
 
 def job_of(row: Row) -> list[object]:
-    """Return what rows share that compare plans of one job: model, data, batch and devices."""
+    """Return what rows share that compare plans of one job: model, data, batch, devices and their state."""
     return [
         row.source,
         row.gpu,
@@ -136,10 +141,18 @@ def job_of(row: Row) -> list[object]:
         row.model,
         row.layers,
         row.hidden,
+        row.heads,
         row.seq,
         row.global_batch,
         row.precision,
+        renewed(row),
     ]
+
+
+def renewed(row: Row) -> bool:
+    """Return whether bigscience's A100 nodes were faster already: it says not to compare days before and after."""
+    day = re.search(r"note (\d\d-\d\d)", row.remarks)
+    return bool(day) and day[1] >= "02-25"
 
 
 def arithmetic(row: Row) -> str:

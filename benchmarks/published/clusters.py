@@ -41,7 +41,7 @@ ALIKE = {
 }  # presets of the same chip, for the shares that kernels reach
 # bytes per second of one GPU to other nodes, by words of the interconnect
 NETWORKS = {r"8 x 200": 25e9, r"400 Gb/s RDMA a GPU": 50e9, r"RoCE 1600": 25e9,
-            r"4 x V100.*4 x 100": 12.5e9, r"8 GPUs a node.*4 x 100": 6.25e9}  # fmt: skip
+            r"4 x V100.*4 x 100": 2.64e9, r"8 GPUs a node.*4 x 100": 2.53e9}  # fmt: skip
 USUAL_NETWORK = {"A100": 25e9, "V100": 3e9}  # of a GPU, where not said; 50e9 for later ones
 
 

@@ -75,8 +75,11 @@ def fits(records: Iterable[Record]) -> dict[str, dict[str, int]]:
     return result
 
 
-def tau(records: Sequence[Record], what: str = "seconds") -> tuple[float, int] | None:
-    """Return Kendall's tau of different plans of one model with one batch on equal devices, and the number of pairs."""
+def tau(records: Sequence[Record], what: str = "seconds", *, apart: float = 0.0) -> tuple[float, int] | None:
+    """Return Kendall's tau of different plans of one model with one batch on equal devices, and the number of pairs.
+
+    The figures of a pair differ by more than a share `apart` of the smaller one.
+    """
     concordant = pairs = 0
     groups = defaultdict(list)
     for record in records:
@@ -85,7 +88,7 @@ def tau(records: Sequence[Record], what: str = "seconds") -> tuple[float, int] |
             groups[tuple(record["job"])].append((record["plan"], *found))
     for group in groups.values():
         for (plan, one, mine), (another, other, its) in combinations(group, 2):
-            if plan != another and one != other:
+            if plan != another and max(one, other) > (1 + apart) * min(one, other):
                 pairs += 1
                 concordant += (one < other) == (mine < its) and mine != its
     return (2 * concordant / pairs - 1, pairs) if pairs else None

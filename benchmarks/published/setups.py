@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,10 +13,14 @@ from models import Shape
 from rows import Inexpressible, Row
 from tasks import profiled, subject_of
 
-from pipefit import ModelProfile, Plan, Task, Training
+from pipefit import Cluster, ModelProfile, Plan, Task, Training
 from pipefit.schema.decisions import Decision, Microbatches, Run, What
+from pipefit.schema.devices import DeviceKind
 from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import LayerCost, Value, Work
+from pipefit.schema.profile import Measurement
 from pipefit.schema.training import Precision
+from pipefit.timing import seconds
 
 MOST_REPEATED = 3
 SHARDED = ("none", "optimizer", "gradients", "parameters")  # by ZeRO's stage
@@ -26,6 +30,11 @@ MOST_PIECES = 8192  # devices times buckets; a simulation takes half a minute
 EAGER_CONTEXT = 1486 << 20
 # Megatron-LM's golden values that were recorded before August 2025, when it freed its empty gradients at once
 _TEMPORARY = ("/golden_values_lts_", "/t5_mcore_tp4_pp1/golden_values_dev_dgx_a100")
+# Seconds of an operation of Megatron-LM on the host: the median of those that rows of small models in Megatron's CI
+# need to be as long as measured, of the calibration half
+HOST_SECONDS = {"A100": 110e-6, "H100": 56e-6}
+# bigscience's runs on 320 GPUs hung without CUDA_LAUNCH_BLOCKING=1, by which a host waits for every kernel
+WAITING_GPUS = 320
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "gpipe": "torchgpipe"}
 
 
@@ -84,6 +93,8 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
     task, found = profiled(subject, optimizer, precision, micro, dp, tp, along=along)
     timed = subject_of(row, optimizer, divided=tp > 1)
     clocked = profiled(timed, optimizer, precision, micro, dp, tp, along=along)[1]
+    if pp > 1 and tp > 1 and (along or _deepspeed(row)):
+        clocked = sent_in_parts(clocked, tp)
     cluster = cluster_of(row, pp * dp * tp)
     if "tf32" in row.precision.lower():
         cluster = with_tf32(cluster)
@@ -93,6 +104,7 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         cluster = with_context(cluster, EAGER_CONTEXT)
     if "--deterministic-mode" in row.remarks:  # needs CUBLAS_WORKSPACE_CONFIG=:4096:8
         cluster = with_workspaces(cluster, 32 << 20)
+    clocked = hosted(row, clocked, cluster, precision)
     edges = edges_of(row, found, shape, pp)
     schedule = SCHEDULES[row.schedule.lower()]
 
@@ -134,6 +146,69 @@ def setup_of(row: Row, samples: int | None = None) -> Setup:
         copies_on_streams=row.framework.startswith("torchgpipe"),
         steps_per_time=count if "micro-batches" in row.time_kind else 1,
     )
+
+
+def sent_in_parts(found: ModelProfile, ranks: int) -> ModelProfile:
+    """Return a profile of which every rank sends its part of a tensor between layers, where pipefit sends it whole.
+
+    DeepSpeed's pipeline divides what it sends if ranks divide layers (`is_pipe_partitioned`), and with sequence
+    parallelism a rank has only a part.
+    """
+
+    def parts(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(
+            replace(value, shape=(*value.shape[:-1], value.shape[-1] // ranks), nbytes=value.nbytes // ranks)
+            if value.has_gradient
+            else value
+            for value in values
+        )
+
+    def sent(measurement: Measurement) -> Measurement:
+        head = measurement.layers[-1]
+        kinds = (
+            replace(
+                kind,
+                inputs=parts(kind.inputs),
+                outputs=kind.outputs if number == head else parts(kind.outputs),
+            )
+            for number, kind in enumerate(measurement.kinds)
+        )
+        return replace(measurement, kinds=tuple(kinds))
+
+    return replace(found, measurements=tuple(map(sent, found.measurements)))
+
+
+def hosted(row: Row, found: ModelProfile, cluster: Cluster, precision: Precision) -> ModelProfile:
+    """Return a profile with the seconds of the host, if operations of a Megatron-LM may be bound by them."""
+    kind, dtype = cluster.devices[0].kind, precision.split("-")[-1]
+    host = next((seconds for name, seconds in HOST_SECONDS.items() if row.gpu.startswith(name)), None)
+    if host and row.framework.startswith("Megatron-LM"):
+        return with_host(found, kind, dtype, host, waits=False)
+    if host and _deepspeed(row) and (row.gpus or 0) >= WAITING_GPUS:
+        return with_host(found, kind, dtype, host, waits=True)
+    return found
+
+
+def with_host(
+    found: ModelProfile, kind: DeviceKind, dtype: str, host_seconds: float, *, waits: bool
+) -> ModelProfile:
+    """Return a profile whose passes take the time of the host, which needs `host_seconds` for every operation.
+
+    A host that waits for every kernel adds its seconds; another one works ahead, so the longer of both counts.
+    """
+
+    def timed(work: Work) -> Work:
+        own, host = seconds(work, kind, dtype), host_seconds * sum(each.number for each in work.operations)
+        return replace(work, seconds=own + host if waits else max(own, host))
+
+    def slower(cost: LayerCost) -> LayerCost:
+        return replace(cost, forward=timed(cost.forward), backward=timed(cost.backward))
+
+    measurements = (
+        replace(each, kinds=tuple(map(slower, each.kinds)), loss=slower(each.loss))
+        for each in found.measurements
+    )
+    return replace(found, measurements=tuple(measurements))
 
 
 def _deepspeed(row: Row) -> bool:
@@ -329,6 +404,9 @@ def edges_of(row: Row, found: ModelProfile, shape: Shape | None, pp: int) -> Seq
         return _by_cost(shape, pp, layers)
     if "embedding layers count" in row.remarks:
         return _spread(layers - 1, pp, layers)
+    if _deepspeed(row):  # its cut of the least largest stage fills every stage up to that
+        most = -(-shape.layers // pp)
+        return 0, *(min(1 + most * stage, layers - 2) for stage in range(1, pp)), layers
     each, more = divmod(shape.layers, pp)
     counts = [each + (stage < more) for stage in range(pp)]
     inner = [1 + edge for edge in accumulate(counts)]

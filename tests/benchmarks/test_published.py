@@ -16,12 +16,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from pipefit import Plan, Training, certify, load_cluster, profile, simulate
+from pipefit import Plan, Training, certify, load_cluster, profile, simulate, timing
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.memory import AllocatorSettings
 from pipefit.models import build
 from pipefit.schema.devices import Member, MemberKind
 from pipefit.schema.grids import Grid, Stage
+from pipefit.schema.layer_costs import Alike, Work
 from pipefit.schema.trace import CATEGORIES, Category
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
@@ -95,6 +96,66 @@ def test_stages_are_cut_as_nanotron_deals_blocks(published: Any, by_id: dict[str
     shape = published.architectures.shape_of(by_id["nanotron-014"])
     assert published.setups._by_cost(shape, 2, 27) == (0, 15, 27)
     assert published.setups._by_cost(shape, 8, 27)[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "blocks"),
+    [
+        ("bigscience-142", 81, [7] * 11 + [1]),
+        ("bigscience-013", 27, [12, 12]),
+        ("bigscience-165", 109, [9] * 12),
+    ],
+)
+def test_deepspeed_fills_stages_up_to_the_largest(
+    published: Any, by_id: dict[str, Any], name: str, layers: int, blocks: list[int]
+) -> None:
+    """78 blocks over 12 stages leave one for the last, as the source says; 106 with embedding and head make 9 each."""
+    row = by_id[name]
+    found = MagicMock(layers=range(layers))
+    edges = published.setups.edges_of(row, found, published.architectures.shape_of(row), row.pp)
+    if name != "bigscience-165":  # an embedding before, and a norm and a head after the blocks
+        edges = [max(0, min(edge - 1, layers - 3)) for edge in edges]
+    else:  # the norm counts with the head
+        edges = [min(edge, layers - 1) for edge in edges]
+    assert [b - a for a, b in pairwise(edges)] == blocks
+
+
+def test_ranks_of_deepspeed_send_their_parts(published: Any, by_id: dict[str, Any]) -> None:
+    """Two ranks send half of a tensor between stages each, and the loss still reads all logits."""
+    small = {"layers": "2", "pp": 2, "dp": 1, "gpus": 4, "nodes": 1, "accumulation": 2, "global_batch": 2}
+    setup = published.setups.setup_of(replace(by_id["bigscience-016"], **small))
+    whole, sent = (plan.measured(0).costs for plan in (setup.plan, setup.timed))
+    assert [layer.outputs[0].nbytes for layer in sent[:-1]] == [2048 * 2048] * 4
+    assert [layer.outputs[0].nbytes for layer in whole[:-1]] == [2 * 2048 * 2048] * 4
+    assert sent[-1].outputs == whole[-1].outputs
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "waits"),
+    [("megatron-ci-108", 8, False), ("bigscience-181", 384, True), ("bigscience-181", 80, None)],
+)
+def test_a_host_adds_its_seconds_if_it_waits_for_kernels(
+    published: Any, by_id: dict[str, Any], name: str, gpus: int, waits: bool | None
+) -> None:
+    """1,000 operations a pass take 110 ms of the host and 2 ms each of an A100's bandwidth, 2 s."""
+    row = replace(by_id[name], gpus=gpus)
+    cluster, nbytes = load_cluster("dgx-a100"), 1 << 30
+    found = profile(build("gpt", layers=1, hidden=64, heads=4), microbatch_size=1)
+    measurement = found.measurements[0]
+    work = Work.of([Alike(1000, 0, nbytes, "float16")])
+    kinds = tuple(replace(kind, forward=work) for kind in measurement.kinds)
+    found = replace(found, measurements=(replace(measurement, kinds=kinds),))
+    device = timing.seconds(work, cluster.devices[0].kind, "float16")
+    got = published.setups.hosted(row, found, cluster, "master-float16").measurements[0].kinds[0].forward
+    expected = {False: max(device, 0.11), True: device + 0.11, None: device}[waits]
+    assert timing.seconds(got, cluster.devices[0].kind, "float16") == pytest.approx(expected)
+
+
+def test_jobs_differ_by_heads_and_by_a_change_of_the_machine(by_id: dict[str, Any], main: Any) -> None:
+    """The source says not to compare times of its nodes from 25 February on with earlier ones."""
+    jobs = {name: main.job_of(by_id[f"bigscience-{name}"]) for name in ("083", "104", "103", "117", "150")}
+    assert jobs["083"] == jobs["104"] != jobs["103"]
+    assert jobs["117"] == jobs["150"] != jobs["104"]
 
 
 def test_stages_of_torchgpipe_end_with_the_nearest_block(published: Any) -> None:
@@ -332,6 +393,7 @@ def test_kendalls_tau_counts_pairs_of_one_job(published: Any) -> None:
     assert published.scores.tau(records) == (pytest.approx(1 / 3), 3)
     twice = record(3.5, 3, plan="3")  # as the third, which is no comparison
     assert published.scores.tau([*records, twice]) == (pytest.approx(1 / 5), 5)
+    assert published.scores.tau([record(100, 2), record(102, 1), record(104, 3)], apart=0.03) == (1, 1)
 
 
 MIB = 1 << 20
