@@ -51,16 +51,22 @@ def test_a_pass_is_cut_where_inputs_are_released() -> None:
         )
 
 
-def test_gradients_of_outputs_may_stay_in_buffers() -> None:
-    """A pass that releases a gradient of its outputs peaks higher by it if somebody else holds it."""
+def test_outputs_and_their_gradients_may_stay() -> None:
+    """A pass that releases an output or a gradient peaks higher by its bytes if somebody else holds it."""
     with PassMeter(None) as meter:
-        gradients = [torch.empty(4 * KIB)]
-        meter.start((), meter.storages(gradients))
+        gradients, outputs = [torch.empty(4 * KIB)], [torch.empty(8 * KIB)]
+        meter.start((), meter.storages(gradients), meter.storages(outputs))
         kept = [torch.empty(KIB)]
         gradients.clear()
         kept.append(torch.empty(2 * KIB))
+        outputs.clear()
+        kept.append(torch.empty(KIB))
         assert meter.spans == (Span(peak_bytes=1024),)
-        assert meter.buffered_spans == (Span(peak_bytes=3 * 1024),)
+        assert meter.engine_spans == (
+            Span(peak_bytes=1024),
+            Span(peak_bytes=-1024, used_bytes=4 * 1024),
+            Span(peak_bytes=-8 * 1024, used_bytes=4 * 1024, returned_bytes=8 * 1024),
+        )
         del kept
 
 

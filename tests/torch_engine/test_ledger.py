@@ -140,6 +140,31 @@ def test_recomputation_starts_late(
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
+class Rectified(nn.Module):
+    """A residual block that saves its output, which its backward needs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x) + x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("split", [(1, 1, 1), (3,)])
+def test_outputs_that_their_layer_saves(split: tuple[int, ...], schedule: str, recompute: Recompute) -> None:
+    """The engine may hold outputs of a stage until its backward has ended, unlike outputs that are recomputed."""
+    task = task_of(lambda: [Rectified() for _ in range(3)], inputs=64, outputs=64)
+    options = {"microbatches": 4, "schedule": schedule, "recompute": recompute}
+    peaks = certified_and_simulated(task, plan_of(task, split, size=64, **options))
+    if split == (3,) and recompute == "always":
+        assert all(ledger >= dry for dry, ledger in peaks)
+    else:
+        assert all(ledger == dry for dry, ledger in peaks)
+
+
 def test_gradients_in_buffers_that_a_layer_passes_on() -> None:
     """The layer before one that passes the gradient of its output on receives it in the buffer, too."""
 

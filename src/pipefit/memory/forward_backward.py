@@ -305,7 +305,8 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
     for position in reversed(range(piece.first, piece.end)):
         layer = storages.layers[position]
         cost, mine, added = layer.cost, holders.saved(position), _added(storages, position)
-        left, spans = _left_waiting(storages, position, bears)
+        returned = storages.buffered and _returned(working, position, shift)
+        left, spans = _left_waiting(storages, position, bears, returned=returned)
         above = storages.gradients(position + 1) - entry + born
         above += _waiting(storages, position + 1, bears) - waited
         working.gather(position + 1, above)
@@ -362,8 +363,19 @@ def _waiting(storages: StageStorages, boundary: int, bears: Callable[[int], bool
     )
 
 
+def _returned(working: Working, position: int, shift: int) -> bool:
+    """Return whether outputs that a layer made and saved are held for others during its backward."""
+    layer, mine = working.storages.layers[position], working.holders.saved(position)
+    made = {
+        number + shift
+        for origin, number in zip(layer.cost.output_origins, layer.outputs, strict=True)
+        if origin.kind == "own" and number in layer.saves
+    }
+    return any(working.held.get(instance, mine) != mine for instance in made)
+
+
 def _left_waiting(
-    storages: StageStorages, position: int, bears: Callable[[int], bool]
+    storages: StageStorages, position: int, bears: Callable[[int], bool], *, returned: bool
 ) -> tuple[int, Sequence[Span]]:
     """Return the gradient bytes that a layer leaves waiting, and the spans of its backward without these.
 
@@ -373,7 +385,7 @@ def _left_waiting(
     cost, inner = storages.costs[position], position + 1 < storages.count
     buffered = storages.buffered_values(position + 1)
     if bears(position):
-        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered)
+        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered, returned=returned)
     adding = {again.shared.name for again in storages.repetitions if again.user == position}
     left = sum(
         again.shared.gradient_bytes
@@ -381,5 +393,5 @@ def _left_waiting(
         if again.later == position and again.shared.name not in adding
     )
     if left and left == cost.gradient_bytes:
-        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered)
-    return left, cost.spans(is_first=False, inner=inner, buffered=buffered)
+        return 0, cost.spans(is_first=True, inner=inner, buffered=buffered, returned=returned)
+    return left, cost.spans(is_first=False, inner=inner, buffered=buffered, returned=returned)

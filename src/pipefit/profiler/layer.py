@@ -545,15 +545,16 @@ class LayerMeter:
         arriving = dense(values) if arriving is None else arriving
         incoming = gradients_in(arriving, device)
         leave(graph, values)
+        returned = self.meter.storages(values)
         del values
         given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
-        self.meter.start(arrived, filter(None, given))
+        self.meter.start(arrived, filter(None, given), returned)
         graph.incoming = incoming
         del incoming
         with born_apart(self.module.parameters()):
             backward(graph)
         outgoing = self._outgoing(graph)
-        work, spans, buffered = self.meter.work, self.meter.spans, self.meter.buffered_spans
+        work, spans, buffered = self.meter.work, self.meter.spans, self.meter.engine_spans
         gradients = gradients_of(self.meter, outgoing, given, usual)
         return _Microbatch(
             peak, forward, spans, buffered, work, arriving, gradients, layouts_of(outgoing, ())

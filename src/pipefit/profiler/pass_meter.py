@@ -5,8 +5,9 @@ inputs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,8 +92,9 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._gradients: set[Tracked] = set()  # of the outputs, as long as they exist
-        self._used_bytes = 0  # of those that do not exist any more
-        self._spans: list[tuple[Span, int]] = []  # with these bytes
+        self._outputs: set[Tracked] = set()  # as long as they exist
+        self._used_bytes = self._returned_bytes = 0  # of those that do not exist any more
+        self._spans: list[Span] = []
         # (FLOPs, bytes moved, dtype, family, matrix product) -> operations
         self._operations: Counter[tuple[int, int, str, Family, tuple[int, ...]]] = Counter()
         self.written: set[int] = set()  # storages that operations of the pass changed in place
@@ -107,15 +109,21 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         """Return whether the tensor's storage is counted."""
         return tensor.untyped_storage()._cdata in self._live
 
-    def start(self, inputs: Sequence[Tracked] = (), gradients: Iterable[Tracked] = ()) -> None:
+    def start(
+        self,
+        inputs: Sequence[Tracked] = (),
+        gradients: Iterable[Tracked] = (),
+        outputs: Iterable[Tracked] = (),
+    ) -> None:
         """Begin a pass, and watch for the release of each of the `inputs` that still exists.
 
-        Of a backward, `gradients` are those of the outputs, which a pass releases, too.
+        A backward also releases its `outputs` if it has saved them, and their `gradients`.
         """
         self.begin("pass")
         self._base = self.total
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
-        self._released, self._spans, self._gradients, self._used_bytes = [], [], set(gradients), 0
+        self._released, self._spans, self._used_bytes, self._returned_bytes = [], [], 0, 0
+        self._gradients, self._outputs = set(gradients), set(outputs)
         self._operations.clear()
         self.written.clear()
 
@@ -132,16 +140,18 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
     @property
     def spans(self) -> tuple[Span, ...]:
         """Spans of the pass, divided at releases of inputs, except spans below an earlier peak."""
-        return _rising(span for span, _ in self._all_spans())
+        plain = (replace(span, used_bytes=0, returned_bytes=0) for span in self._all_spans())
+        return _rising(plain, attrgetter("released"))
 
     @property
-    def buffered_spans(self) -> tuple[Span, ...]:
-        """The spans if the gradients of the outputs had been kept; empty if that makes no difference."""
-        result = _rising(replace(span, peak_bytes=span.peak_bytes + used) for span, used in self._all_spans())
+    def engine_spans(self) -> tuple[Span, ...]:
+        """The spans by released gradients and outputs, too; empty if that makes no difference."""
+        released = attrgetter("released", "used_bytes", "returned_bytes")
+        result = _rising(self._all_spans(), released)
         return () if result == self.spans else result
 
-    def _all_spans(self) -> list[tuple[Span, int]]:
-        return [*self._spans, (self._span(), self._used_bytes)]
+    def _all_spans(self) -> list[Span]:
+        return [*self._spans, self._span()]
 
     @property
     def work(self) -> Work:
@@ -164,15 +174,18 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
 
     def _died(self, tracked: Tracked) -> None:
         number = self._watched.pop(tracked, None)
-        if number is None and tracked not in self._gradients:
+        if number is None and tracked not in self._gradients | self._outputs:
             super()._died(tracked)
             return
-        self._spans.append((self._span(), self._used_bytes))
+        self._spans.append(self._span())
         if number is not None:
             self._released.append((number, tracked.nbytes))
-        else:
-            self._gradients.remove(tracked)
+        elif tracked in self._gradients:
             self._used_bytes += tracked.nbytes
+        else:
+            self._returned_bytes += tracked.nbytes
+        self._gradients.discard(tracked)
+        self._outputs.discard(tracked)
         super()._died(tracked)
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
@@ -183,15 +196,17 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
             peak_bytes=self._peak - self._base + gone,
             workspace_bytes=self.workspace_bytes,
             released=tuple(number for number, _ in self._released),
+            used_bytes=self._used_bytes,
+            returned_bytes=self._returned_bytes,
         )
 
 
-def _rising(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the spans that peak above all earlier ones; of several between two releases the highest."""
+def _rising(spans: Iterable[Span], released: Callable[[Span], Any]) -> tuple[Span, ...]:
+    """Return the spans that peak above all earlier ones; of several with the same `released` the highest."""
     result: list[Span] = []
     for span in spans:
-        if not result or span.peak_bytes > max(earlier.peak_bytes for earlier in result):
-            if result and result[-1].released == span.released:
+        if not result or span.kept_bytes > max(earlier.kept_bytes for earlier in result):
+            if result and released(result[-1]) == released(span):
                 result.pop()
             result.append(span)
     return tuple(result)

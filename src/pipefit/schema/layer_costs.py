@@ -444,11 +444,21 @@ class Span:
     it are a kernel's workspace. `released` are the inputs that the layer has released before this span,
     because nothing in the layer needs them any more. If nothing outside the layer holds such an input either,
     the device's peak in this span is lower by its bytes.
+
+    The pass has freed `used_bytes` of gradients of outputs and `returned_bytes` of outputs before this span,
+    which torch's engine may keep.
     """
 
     peak_bytes: int
     released: tuple[int, ...] = ()
     workspace_bytes: int = 0
+    used_bytes: int = 0
+    returned_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """The peak if outputs and their gradients were kept, too."""
+        return self.peak_bytes + self.used_bytes + self.returned_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,7 +520,7 @@ class LayerCost:
     # Backwards if the next layer is on the same device and passes on gradients that are not dense; else empty
     inner_first: tuple[Span, ...] = ()
     inner_later: tuple[Span, ...] = ()
-    # On torch's engine: backwards whose outputs' gradients stay in buffers (empty if those are as usual), and
+    # On torch's engine: backwards, whose outputs and gradients of these may be kept (empty if as usual), and
     # forwards that a recomputation ends when all tensors are saved; None if unknown, as in older profiles
     buffered_first: tuple[Span, ...] | None = None
     buffered_later: tuple[Span, ...] | None = None
@@ -561,6 +571,7 @@ class LayerCost:
         )
         yield "saved", [tensor.nbytes for tensor in self.saved]
         yield "workspace", [span.workspace_bytes for span in self._spans]
+        yield "freed outputs", [nbytes for s in self._spans for nbytes in (s.used_bytes, s.returned_bytes)]
 
     def _check_size(self, what: str, sizes: Sequence[int]) -> None:
         """Check that the sum is below `LARGEST_BYTES`, so that planners can add it up over layers."""
@@ -585,12 +596,17 @@ class LayerCost:
         return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later, *buffered)
 
     def spans(
-        self, *, is_first: bool, inner: bool, buffered: frozenset[int] = frozenset()
+        self,
+        *,
+        is_first: bool,
+        inner: bool,
+        buffered: frozenset[int] = frozenset(),
+        returned: bool = False,
     ) -> tuple[Span, ...]:
         """Return the spans of the step's first or a later backward.
 
-        `inner` says whether the next layer is on the same device, and `buffered` are the outputs whose
-        gradients stay in buffers.
+        `inner` says whether the next layer is on the same device, `buffered` are the outputs whose gradients
+        stay in buffers, and `returned` says whether the outputs themselves stay.
         """
         usual, arriving, kept = (
             (self.backward_first, self.inner_first, self.buffered_first)
@@ -598,13 +614,22 @@ class LayerCost:
             else (self.backward_later, self.inner_later, self.buffered_later)
         )
         spans = arriving if inner and arriving else usual
-        if not buffered:
+        if not buffered and not returned:
             return spans
         all_kept = buffered.issuperset(n for n, value in enumerate(self.outputs) if value.has_gradient)
-        if all_kept and spans is usual and kept is not None:
-            return kept or usual
+        if (all_kept or not buffered) and spans is usual and kept is not None:
+            return tuple(
+                replace(
+                    span,
+                    peak_bytes=span.peak_bytes
+                    + span.used_bytes * bool(buffered)
+                    + span.returned_bytes * returned,
+                )
+                for span in kept or usual
+            )
         freed = buffered.difference(o.index for o in self.input_gradients if o.kind == "output")
         more = sum(self.outputs[number].nbytes for number in freed)
+        more += sum(value.nbytes for value in self.outputs) * returned
         return tuple(replace(span, peak_bytes=span.peak_bytes + more) for span in spans)  # at most
 
     @property
