@@ -110,7 +110,7 @@ LEARNED = """## What each source taught
   nor its configuration explain it. Of rows on more than 128 GPUs only seconds are predicted.
 - **bigscience, seconds and order.** Its runs on 320 GPUs hung without `CUDA_LAUNCH_BLOCKING=1`, by which the host
   waits for every kernel. With the host's seconds of an operation, which come from Megatron's CI, steps of 384 A100
-  with eight tensor-parallel ranks and one or two samples in a microbatch are within 3 %; without, three were 11 to
+  with eight tensor-parallel ranks and one or two samples in a microbatch are within 5 %; without, three were 11 to
   17 % too short. Its own benchmark gives the network: 2.5 GB/s for each of NCCL's channels on A100 and 2.6 on V100,
   not the 12.5 GB/s of an Omni-Path port. DeepSpeed fills stages up to the largest, which leaves one block for the last
   of 12 stages with 78; its tensor-parallel ranks send only their parts between stages. The source says not to compare
