@@ -148,6 +148,44 @@ def test_devices_that_stand_for_others_tell_the_same_floats(seed: int) -> None:
     assert kept
 
 
+def replicas(rng: Random) -> Plan:
+    """Build a plan of one stage whose replicas divide some state, on devices in any order."""
+    profiled, data = model(tied=rng.random() < 0.3), rng.choice([2, 4, 8])
+    schedule = rng.choice(["1f1b", "pipedream-2bw"])
+    shard = rng.choice(["optimizer", "gradients", "parameters"] if schedule == "1f1b" else ["optimizer"])
+    buckets = rng.choice([1, 3, 4])
+    grid = Grid(devices=tuple(rng.sample(range(DEVICES), data)), data=data, shard=shard, buckets=buckets)
+    again = [n for n in range(2, 5) if rng.random() < 0.5]
+    return Plan(
+        profile=profiled,
+        cluster=cluster(rng),
+        training=Training(
+            batch_size=48,
+            microbatches=6,
+            schedule=schedule,
+            clip_norm=1.0 if schedule == "1f1b" and rng.random() < 0.3 else None,
+        ),
+        stages=(Stage(start=0, stop=len(profiled.layers), grid=grid),),
+        decisions=tuple(
+            Decision(stage=0, subject=Run(start=n, stop=n + 1), what=What.RECOMPUTE) for n in again
+        ),
+    )
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(60))
+def test_the_slowest_of_replicas_that_divide_state_represents_all(seed: int) -> None:
+    """Steps, utilisation and times of passes are those of a simulation of all devices, to the last bit."""
+    plan = replicas(Random(f"slowest {seed}"))
+    whole, found = Simulation(plan), Assembled(plan, Parts(Costs.of(plan)))
+    assert found.step_seconds == whole.step_seconds
+    assert (found.peak_bytes, found.utilisation) == (whole.peak_bytes, whole.utilisation)
+    assert sum(map(bool, found.times.clock.after)) == 1
+    for device in plan.workers:
+        assert {*found.forwards_ended(device).values()} <= {*whole.clock.after[device]}
+        assert {end for _, end in found.backwards_run(device).values()} <= {*whole.clock.after[device]}
+
+
 def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
     """A stage's first device takes part in that stage's sum before the sum of shared parameters; the other
     stage's first device, which stands for others, takes no part in the former.

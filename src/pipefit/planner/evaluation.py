@@ -222,7 +222,7 @@ class Evaluator:
         """
         plan, before = self._plan(self._short, self.kept(split)), self._parts.actions
         try:
-            highest = max(part.memory().peak_bytes for part in self._parts.of_rank(plan, stage).values())
+            highest = self._parts.peak_of_rank(plan, stage)
         except UsageError:
             return inf
         finally:

@@ -5,7 +5,8 @@ neighbouring stages, and on the decisions about its own stages. So of two plans 
 that stage's devices are lowered and read again. Interactions of devices are left to the clock and to arenas,
 which are assembled for every plan. Sends and receives are assumed to match, as they do in all lowered
 programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
-serves all of them; those with the same times are lowered and timed once (`simulator.timed_program`).
+serves all of them; those with the same times are lowered and timed once, and of others that run in step the
+slowest is timed (`simulator.timed_program`).
 
 Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan;
 replicas with equal actions and times count once.
@@ -45,6 +46,7 @@ from pipefit.schema.program import UncheckedProgram, in_a_row, shifted
 from pipefit.simulator.clock import Run, Times, mean_cycle, repeating
 from pipefit.simulator.ledger import Effects, LedgerReading, at_rest, highest, reading
 from pipefit.simulator.timed_program import (
+    COMPUTE,
     STARTS,
     Collected,
     DeviceReader,
@@ -53,6 +55,7 @@ from pipefit.simulator.timed_program import (
     TimedDevice,
     TimedProgram,
     alike,
+    slowest,
 )
 
 # ---- Long steps from short ones
@@ -388,6 +391,14 @@ class DevicePart(NamedTuple):
     memory: Callable[[], _Memory]
 
 
+class _LoweredDevice(NamedTuple):
+    """Lowered actions of a device, the costs of its stages, and its memory, read when it is asked for."""
+
+    lowered: Lowered
+    stages: Mapping[int, StageCost]
+    held: Callable[[], DeviceMemory]
+
+
 class _Read(NamedTuple):
     """Parts of the devices of a rank, and the number of actions in their programs."""
 
@@ -410,6 +421,7 @@ class Parts:
             {} if shared is None else shared._programs
         )
         self._known: dict[Hashable, dict[int, DevicePart]] = {}
+        self._peaks: dict[Hashable, int] = {}
         self._alike: dict[Hashable, EqualDevices | None] = {} if shared is None else shared._alike
         self._longer: dict[int, Parts] = {}
         self.actions = 0  # in the programs of all requested devices, once each
@@ -452,6 +464,33 @@ class Parts:
         Raises:
             UsageError: a decision cannot be carried out.
         """
+        own, stands, key = self._own(plan, rank, standing)
+        if key not in self._known:
+            if key not in self._read_by_all:
+                self._read_by_all[key] = self._read(own, rank, self.steps(plan), stands)
+            self._known[key], actions = self._read_by_all[key]
+            self.actions += actions
+        return self._known[key]
+
+    def peak_of_rank(self, plan: Plan, rank: int) -> int:
+        """Return the highest peak of a rank's devices, without memory that they lend; nothing is timed.
+
+        Raises:
+            UsageError: a decision cannot be carried out, or an action uses what does not exist at that time.
+        """
+        own, stands, key = self._own(plan, rank, None)
+        if key in self._known or is_alone(plan):
+            return max(part.memory().peak_bytes for part in self.of_rank(plan, rank).values())
+        if key not in self._peaks:
+            every = self._lowered_all(own, rank, self.steps(plan), stands)
+            self._peaks[key] = max(one.held().peak_bytes for one in every.values())
+            self.actions += sum(sum(one.lowered.counts) for one in every.values())
+        return self._peaks[key]
+
+    def _own(
+        self, plan: Plan, rank: int, standing: EqualDevices | None
+    ) -> tuple[Plan, Sequence[int], Hashable]:
+        """Return a plan with only a rank's decisions, the devices to read, and a key of what these need."""
         stages, steps = plan.ranks[rank], self.steps(plan)
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
         own = tuple(plan.stages[stage] for stage in stages)
@@ -461,12 +500,7 @@ class Parts:
         there = plan.stages[stages[0]].devices
         stands = there if standing is None else tuple(standing.devices[device] for device in there)
         key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps, stands
-        if key not in self._known:
-            if key not in self._read_by_all:
-                self._read_by_all[key] = self._read(replace(plan, decisions=decisions), rank, steps, stands)
-            self._known[key], actions = self._read_by_all[key]
-            self.actions += actions
-        return self._known[key]
+        return replace(plan, decisions=decisions), stands, key
 
     def _read(self, plan: Plan, rank: int, steps: int, stands: Sequence[int]) -> _Read:
         """Return the parts of a rank's representative devices; the actions of all its devices count."""
@@ -506,25 +540,36 @@ class Parts:
         Raises:
             UsageError: a decision cannot be carried out.
         """
-        told = dict[Hashable, DeviceMemory]()  # ledger results of the rank's devices
+        every = self._lowered_all(plan, rank, steps, stands)
+        parts = {
+            device: self._part(plan, device, one.lowered, steps, one.stages, one.held)
+            for device, one in every.items()
+        }
+        return _Read(parts, sum(sum(every[device].lowered.counts) for device in stands))
 
-        def read(device: int) -> tuple[DevicePart, int]:
+    def _lowered_all(
+        self, plan: Plan, rank: int, steps: int, stands: Sequence[int]
+    ) -> dict[int, _LoweredDevice]:
+        """Return the lowered actions of some devices of a rank, which share the results of equal ledgers.
+
+        Raises:
+            UsageError: a decision cannot be carried out.
+        """
+        told = dict[Hashable, DeviceMemory]()
+
+        def lowered(device: int) -> _LoweredDevice:
             stages = {number: self._costs_of(plan, number, device) for number in plan.ranks[rank]}
-            lowered = Lowered(plan, rank, device, steps, stages)
+            result = Lowered(plan, rank, device, steps, stages)
 
             def held() -> DeviceMemory:
-                key = _alike(lowered.programs, device, stages)
+                key = _alike(result.programs, device, stages)
                 if key not in told:
-                    told[key] = lowered.held
+                    told[key] = result.held
                 return told[key]
 
-            return self._part(plan, device, lowered, steps, stages, held), sum(lowered.counts)
+            return _LoweredDevice(result, stages, held)
 
-        result = {device: read(device) for device in dict.fromkeys(stands)}
-        return _Read(
-            {device: part for device, (part, _) in result.items()},
-            sum(result[device][1] for device in stands),
-        )
+        return {device: lowered(device) for device in dict.fromkeys(stands)}
 
     def _part(
         self,
@@ -608,8 +653,9 @@ class Assembled:
             chain.from_iterable(result.items() for result in of_ranks)
         )  # of those that represent others
         stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
-        self._stands = stands
         self._devices = {device: self._read[one] for device, one in stands.items()}
+        self._slowest = slowest({device: part.timed for device, part in self._read.items()}, plan.cluster)
+        self._stands = {device: self._slowest[one] for device, one in stands.items()}
 
     @property
     def actions(self) -> int:
@@ -692,13 +738,24 @@ class Assembled:
         return [
             (np.array(self.times.clock.after[device]), part.turns[::turn])
             for device, part in self._read.items()
+            if self._slowest[device] == device
         ]
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """Share of the last step in which every device computes."""
-        result = self.times.utilisation
-        return tuple(result[self._stands.get(device, device)] for device in range(len(result)))
+        shares = list(self.times.utilisation)
+        for device, one in self._stands.items():
+            same = self._devices[device] is self._read[one]
+            shares[device] = shares[one] if same else self._utilisation_beside(device, one)
+        return tuple(shares)
+
+    def _utilisation_beside(self, device: int, one: int) -> float:
+        """Return a device's share; `one` represents it, and computes at least as long in every action."""
+        count, timed = self._devices[device].counts[-1], self._timed_program.devices[one]
+        seconds = zip(timed.codes, timed.seconds, self._devices[device].timed.seconds, strict=True)
+        busy = [own if code == COMPUTE else taken for code, taken, own in seconds]
+        return sum(busy[-count:]) / self.step_seconds[-1]
 
     @cached_property
     def times(self) -> Times:
@@ -709,7 +766,7 @@ class Assembled:
         """Return the times of so many steps, under an asynchronous schedule of the simulated ones."""
         none = (0,) * self._steps
         counts = [
-            self._read[device].counts if device in self._read else none
+            self._read[device].counts if self._slowest.get(device) == device else none
             for device in range(len(self.plan.cluster.devices))
         ]
         if not self._endless:
@@ -719,9 +776,11 @@ class Assembled:
     @cached_property
     def _timed_program(self) -> TimedProgram:
         devices, idle = range(len(self.plan.cluster.devices)), TimedDevice([], [], [], [])
-        timed = [self._read[device].timed if device in self._read else idle for device in devices]
+        timed = [
+            self._read[device].timed if self._slowest.get(device) == device else idle for device in devices
+        ]
         sizes = message_sizes(self.plan, self.plan.placement, self.parts.storages(self.plan))
-        return TimedProgram(timed, self.plan.cluster, sizes, self._alike)
+        return TimedProgram(timed, self.plan.cluster, sizes, self._alike or EqualDevices(self._slowest))
 
     def forwards_ended(self, device: int) -> dict[int | None, float]:
         """Return the end time of every microbatch's forward in the last step on a device."""

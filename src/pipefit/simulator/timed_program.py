@@ -22,8 +22,9 @@ final class have the same history, by induction over time: whatever a member wai
 to the wait of every other member. (Colour refinement; Paige and Tarjan, 1987.) So the seconds are exactly
 those of a simulation of all devices, to the last bit. All devices are simulated if messages of replicas share
 a wire, as on the way to a host, where one waits for the other; if replicas divide state, or anything moves to
-another place; and for tensor-parallel ranks. A collective uses every wire for a time that depends on its
-bytes: wires in one class carry the same part of it in all of its ways.
+another place; and for tensor-parallel ranks. But if the only stage has replicas that divide its state, these
+differ by their updates alone, and the slowest represents all. A collective uses every wire for a time that
+depends on its bytes: wires in one class carry the same part of it in all of its ways.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
+from operator import ge
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from pipefit.errors import UsageError
@@ -66,15 +69,16 @@ _BYTES = 2**20 + 1  # bytes of a sum whose hops differ if those of any sum may
 
 
 class EqualDevices(NamedTuple):
-    """Representatives of all devices, of both ends of messages, and of wires."""
+    """Representatives of all devices, of both ends of messages, and of wires; without one, of themselves."""
 
-    devices: dict[int, int]
-    ends: dict[tuple[int, int], tuple[int, int]]
-    wires: dict[str, str]
+    devices: Mapping[int, int]
+    ends: Mapping[tuple[int, int], tuple[int, int]] = MappingProxyType({})
+    wires: Mapping[str, str] = MappingProxyType({})
 
     def message(self, message: Message) -> Message:
         """Return the message that represents another one."""
-        source, target = self.ends[message.source, message.target]
+        ends = message.source, message.target
+        source, target = self.ends.get(ends, ends)
         part = message.part and (0, message.part[1] - message.part[0])
         return message._replace(part=part, source=source, target=target)
 
@@ -415,6 +419,33 @@ class DeviceReader:
 
 # ---- All devices
 
+
+def slowest(devices: Mapping[int, TimedDevice], cluster: Cluster) -> dict[int, int]:
+    """Return the device that represents each of these: the slowest of those that run in step.
+
+    They are of one kind, and start the same collectives in the same order and nothing else, as replicas of
+    the only stage do. If they divide state, their updates differ. The slowest ends every action last, so all
+    collectives are ready when it starts them.
+    """
+    groups = dict[Hashable, list[int]]()
+    for device, own in devices.items():
+        in_step = own.started and all(isinstance(begun, Collected) for begun in own.started)
+        kind, started = cluster.devices[device].kind.key, tuple(begun[:2] for begun in own.started)
+        groups.setdefault((kind, started) if in_step else device, []).append(device)
+    result = dict[int, int]()
+    for members in groups.values():
+        last = max(members, key=lambda device: sum(devices[device].seconds))
+        for device in members:
+            result[device] = last if _is_at_least(devices[last], devices[device]) else device
+    return result
+
+
+def _is_at_least(one: TimedDevice, other: TimedDevice) -> bool:
+    """Return whether a device has the same actions as another one, each taking as long or longer."""
+    same = one.codes == other.codes and one.transfers == other.transfers and one.started == other.started
+    return same and all(map(ge, one.seconds, other.seconds))
+
+
 # Seconds, wires, and the part of its rate that each keeps while its other direction is busy
 Part = tuple[float, tuple[int, ...], tuple[float, ...]]
 Parts = tuple[Part, ...]
@@ -445,6 +476,7 @@ class TimedProgram:
         self._cluster, self._on_cores = cluster, cluster.backend == "cpu"
         self._message_parts: dict[Hashable, Parts] = {}  # of all microbatches
         self._own_parts: dict[NamedParts, Parts] = {}
+        self._exchanged: dict[Hashable, Parts] = {}  # of collectives of the same bytes
         self.parts: list[Parts] = []
         # Stream of every transfer: STREAMS * device for outward copies, plus 1 for inward copies, plus 2 for
         # updates at a place; -1 for all others
@@ -527,13 +559,16 @@ class TimedProgram:
     def _exchange(self, begun: Collected) -> int:
         """Return the number of a new collective; every wire is a part, with the delay of all messages."""
         begin = self._members[begun.what]
-        members = begin if self._alike is None else self._alike.those_of(begin)
-        exchange = exchange_of(self._cluster, members, begun)
-        parts = (
-            self._on_wires(exchange.delay_on(wire) + s, (wire,), (exchange.slowed[wire],))
-            for wire, s in exchange.wire_seconds.items()
-        )
-        return self._add(tuple(dict.fromkeys(parts)), ends=len(begin))
+        key = tuple(begin), begun._replace(what=None, turn=0)
+        if key not in self._exchanged:
+            members = begin if self._alike is None else self._alike.those_of(begin)
+            exchange = exchange_of(self._cluster, members, begun)
+            parts = (
+                self._on_wires(exchange.delay_on(wire) + s, (wire,), (exchange.slowed[wire],))
+                for wire, s in exchange.wire_seconds.items()
+            )
+            self._exchanged[key] = tuple(dict.fromkeys(parts))
+        return self._add(self._exchanged[key], ends=len(begin))
 
     def _part(self, source: Member, target: Member, nbytes: int) -> Part:
         route = self._cluster.route(source, target)
@@ -541,7 +576,7 @@ class TimedProgram:
 
     def _on_wires(self, seconds: float, names: Sequence[str], slowed: tuple[float, ...]) -> Part:
         if self._alike is not None:
-            names = [self._alike.wires[name] for name in names]
+            names = [self._alike.wires.get(name, name) for name in names]
         return seconds, tuple(self._wires.setdefault(wire, len(self._wires)) for wire in names), slowed
 
 

@@ -63,7 +63,7 @@ class Reader:
         for number in numbers:
             before = parts.actions
             try:
-                highest = max(part.memory().peak_bytes for part in parts.of_rank(plan, number).values())
+                highest = parts.peak_of_rank(plan, number)
                 result.append(float(highest + left_out * (number == len(plan.stages) - 1)))
             except UsageError:
                 result.append(float("inf"))
