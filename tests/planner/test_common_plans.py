@@ -77,7 +77,7 @@ def fully_sharded(number: int, samples: int) -> Plan:
 
 
 def test_replicas_on_all_devices_are_known_before_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large question begins with the size of which every device computes a sample, though it is the last
+    """A large question begins with the sizes of which every device computes samples, though they are the last
     in the order of sizes; unless reading its many devices would take longer than the search.
     """
     monkeypatch.setattr(arrangements, "is_small", lambda _: False)
@@ -86,13 +86,17 @@ def test_replicas_on_all_devices_are_known_before_a_long_search(monkeypatch: pyt
     space = space_of(lambda size: sized(of, size), wanted.cluster, None, options)
     trials = Trials(space)
     trials._replicate()
-    (found,) = trials.mixed
-    assert found.question.training.microbatch_size == 4
-    assert found.seconds <= Simulation(wanted).step_seconds[-1]
-    monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 * 4 - 1)  # devices, blocks and microbatches
-    trials = Trials(space)
-    trials._replicate()
-    assert not trials.mixed
+    assert trials.sizes == (1, 4, 8, 16)
+    assert min(found.seconds for found in trials.mixed) <= Simulation(wanted).step_seconds[-1]
+    monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 * 2)  # devices, blocks and microbatches
+    less = Trials(space)
+    less._replicate()
+    searched = {found.question.training.microbatch_size for found in less.mixed}
+    assert searched == {found.question.training.microbatch_size for found in trials.mixed} - {4}
+    monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 - 1)
+    none = Trials(space)
+    none._replicate()
+    assert not none.mixed
 
 
 def test_one_budget_serves_the_common_plans_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_layer_that_no_replicas_can_have_is_told_where_all_stages_have_them(pl
     last = replace(chain.kinds[chain.layers[-1]], fed_back=("running",))
     chain = replace(chain, kinds=(*chain.kinds, last), layers=(*chain.layers[:-1], len(chain.kinds)))
     words = (
-        "cannot be planned with at most 4 stages" if planner == "capture" else "layer3 computes with running"
+        "cannot be planned with at most 2 stages" if planner == "capture" else "layer3 computes with running"
     )
     with pytest.raises(UsageError, match=words):
         plan(

@@ -97,6 +97,25 @@ def test_a_plan_of_different_degrees_says_what_its_recomputation_frees() -> None
     assert made.prediction.peak_bytes == Simulation(made).peak_bytes
 
 
+def test_large_questions_save_memory_in_plans_of_one_degree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If comparing the stages of all degrees would take too long, those of each degree alone are compared."""
+    costs = sized(plain(Random(3), 6), 4, 2, 1)
+    ample = Question(profile=costs, cluster=devices(*[1 << 40] * 4), training=HOW, options=PlanOptions())
+    kept = mixed(ample)
+    assert kept is not None
+    most = peak(plan_of(kept.question, kept.split, decisions=kept.decisions))
+    question = replace(ample, cluster=devices(*[int(0.6 * most)] * 4))
+    best = mixed(question)
+    assert best is not None and (best.decisions or best.split.grid(0).shard != "none")
+    found = dict[int, Mixed | None]()
+    for compared in (504, 503):  # stages of the degree with the most
+        monkeypatch.setattr(searching, "_CANDIDATES", compared)
+        found[compared] = mixed(question, 1.5 * best.seconds)
+    known = found[504]
+    assert known is not None and known.seconds == best.seconds
+    assert found[503] is None or found[503].seconds >= known.seconds
+
+
 def test_hosts_update_what_replicas_divide_where_nothing_else_fits() -> None:
     """The answer is no slower than a plan by hand with divided gradients and state at the host."""
     heavy = [1 << 12] * 6

@@ -12,9 +12,8 @@ arrangement like any other (`planner.replicas`). If the numbers differ, `planner
 plans that fit, whose stages may divide state and recompute in part, and these are simulated
 (`planner.mixed_degrees`).
 
-A large question whose state no device has room for begins with the common plans of the smallest size
-that gives every device a sample. If one fits, arrangements with a bound of at least 90 % of its
-seconds are not searched.
+A large question whose state no device has room for begins with the common plans of all sizes that give
+every device samples. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
 
 Otherwise the result is never slower than that of any arrangement whose search was within the budget; in small
 questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and
@@ -63,7 +62,7 @@ _HOPELESS = 1.2  # multiple of the best plan's seconds that a short search's pla
 _GAIN = 1e-3  # part of a step that an arrangement has to gain
 _GAIN_OF_LARGE = 0.1  # the same, by its bound, if the question is large and a plan of replicas is known
 _REPLICATED = (
-    20_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
+    25_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
 )
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
 _NEAR = 0.1  # part of a step by which plans that the local search improves may be slower than the fastest
@@ -182,23 +181,25 @@ class Trials:
         return self._keeps and any(_is_costly(self.question(arrangement)) for arrangement in self._like_mixed)
 
     def _replicate(self) -> None:
-        """Find the fastest common plan of the smallest size of which every device computes samples.
+        """Find the fastest common plans of sizes that give every device samples, the largest size first.
 
         Only for large questions, if no device has room for the state: all devices then mostly divide it, and
         the other plans of such a question take long to search.
         """
         devices, budgets = len(self.space.question.cluster.devices), self.space.question.cluster.budgets
-        size = next((size for size in self.space.sizes if size % devices == 0), None)
-        if size is None or devices == 1 or self.space.question.state_bytes <= max(budgets):
+        if devices == 1 or self.space.question.state_bytes <= max(budgets):
             return
-        with suppress(UsageError):
-            question = self.space.question_of(size, self._profile(size))
-            passes = devices * question.blocks * question.training.microbatches
-            possible = any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
-            if possible and not is_small(question):
-                self._least[size] = Least.of(question, self.space.schedules)
-                self._mix_commonly(size)
-                self._is_replicated = bool(self.mixed)
+        for size in sorted((size for size in self.space.sizes if size % devices == 0), reverse=True):
+            with suppress(UsageError):
+                question = self.space.question_of(size, self._profile(size))
+                passes = devices * question.blocks * question.training.microbatches
+                possible = (
+                    any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
+                )
+                if possible and not is_small(question):
+                    self._least[size] = Least.of(question, self.space.schedules)
+                    self._mix_commonly(size)
+        self._is_replicated = bool(self.mixed)
 
     def _mix(self, size: int) -> None:
         """Find the fastest plan of a size whose stages have any degrees."""

@@ -2,10 +2,10 @@
 
 First come whole replicas that keep everything, with neighbouring plans (`planner.neighbours`); then all
 stages that may divide state or recompute in part, so that neither technique makes a plan slower. For many
-blocks on many devices the second search runs only if nothing fits otherwise. If plans take much longer than a
-known plan of another microbatch size, only few are examined. Stages that lack memory are filled
-(`planner.filling`), and the local search of the joint planner improves the best plans
-(`planner.improvement`).
+blocks on many devices, if a plan is known, the second search only compares plans with one degree for all
+stages. If plans take much longer than a known plan of another microbatch size, only few are examined.
+Stages that lack memory are filled (`planner.filling`), and the local search of the joint planner improves
+the best plans (`planner.improvement`).
 
 Cost: a search of `planner.hybrid` for each, and a simulation for every number of stages, from the fewest
 estimated seconds on, until estimates exceed the simulated seconds or a budget of work has ended.
@@ -60,6 +60,13 @@ class _Filled:
     def work(self) -> int:
         """Work of all fillers, in new actions."""
         return sum(filler.evaluator.work for filler in self._fillers.values())
+
+    def is_too_slow(self, split: Split) -> bool:
+        """Return whether a split's plan that keeps everything is not faster than the known plans."""
+        evaluator = self.filler(split, self._question.means).evaluator
+        fastest = self._at_most if self._best is None else min(self._at_most, self._best.seconds)
+        kept = evaluator.kept(split)
+        return fastest < float("inf") and evaluator.evaluate(kept, below=fastest) is None
 
     def of(self, split: Split, means: Means | None = None) -> Evaluation | None:
         """Return a split's fastest filled plan that fits, by default with all techniques, or None."""
@@ -125,8 +132,9 @@ def refined(best: Mixed) -> Mixed:
 _CLOSE = 0.02  # part of a step by which estimates may be too long
 _FAR = 0.05  # part of a step by which the first plan may be slower than a known one
 _MOST = 8  # number of plans that are simulated
+_MOST_OF_LARGE = 2  # the same, of each degree if the question is large
 _WORTH = 0.01  # part of a step that dividing state, or recomputing, has to gain
-_CANDIDATES = 2_000_000  # number of compared stages, if plans that keep everything fit
+_CANDIDATES = 2_000_000  # number of compared stages, if a plan that fits is known
 _MIXED_WORK = 60_000  # actions read, after which no other plan is simulated
 _LITTLE = 5_000  # the same limit if plans are far slower than a known one
 _PASSES = 50_000  # passes of microbatches through stages, above which a simulation takes several seconds
@@ -185,12 +193,31 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
     if first == every and not again:
         return best
     at_most = at_most if best is None else min(at_most, best.seconds)
-    if at_most < float("inf") and candidates(question, every, again=again) > _CANDIDATES:
-        return best
-    others = fastest(question, _MOST, every, at_most * (1 + _CLOSE), again=again)
+    others = _saving(question, at_most * (1 + _CLOSE), again=again)
     if best is not None:
         others = [other for other in others if any(stage.way != WHOLE for stage in other.stages)]
-    return _simulated(simulations, others, best)
+    return _simulated(simulations, others, best, at_most)
+
+
+def _saving(question: Question, at_most: float, *, again: bool) -> list[Hybrid]:
+    """Return the estimated plans whose stages may save memory, the fastest first.
+
+    If the question is large and a plan is known, only plans with one degree for all stages, of few numbers
+    of stages, and none of degrees with too many candidates as well.
+    """
+    if at_most == float("inf") or not _is_large(question, again=again):
+        return fastest(question, _MOST, question.shards, at_most, again=again)
+    result = list[Hybrid]()
+    for degree in question.degrees:
+        alone = replace(question, options=replace(question.options, **degree.pins))
+        if not _is_large(alone, again=again):
+            result += fastest(alone, _MOST_OF_LARGE, alone.shards, at_most, again=again)
+    return sorted(result, key=lambda one: one.value)
+
+
+def _is_large(question: Question, *, again: bool) -> bool:
+    """Return whether there are too many stages to compare all ways to save memory."""
+    return candidates(question, question.shards, again=again) > _CANDIDATES
 
 
 def _simulated(
@@ -209,14 +236,19 @@ def _simulated(
         if best is not None and (ended or result.value > best.seconds * (1 + _CLOSE)):
             break
         plan = _made(simulations, result, plans)
-        if plan.seconds < enough:
+        if plan is not None and plan.seconds < enough:
             best, enough = plan, plan.seconds
     return best
 
 
-def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed:
-    """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs."""
+def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed | None:
+    """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs.
+
+    None if it is clearly slower than the known plans.
+    """
     question, split, decisions = simulations.question, hybrid.split, repeated(simulations.question, hybrid)
+    if decisions and plans.is_too_slow(split):
+        return None
     filled = plans.of(split) if decisions else None
     if filled is not None:
         return plans.made(filled)

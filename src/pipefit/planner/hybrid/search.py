@@ -253,10 +253,9 @@ class HybridSearch:
     @property
     def counts(self) -> range:
         """Numbers of stages. If each stage has one device, the stages use all devices."""
-        pinned, most = (
-            self.question.options.stages,
-            min(self.question.blocks, len(self.question.cluster.devices)),
-        )
+        fewest = min(degree.devices for degree in self.tables)
+        pinned = self.question.options.stages
+        most = max(1, min(self.question.blocks, len(self.question.cluster.devices) // fewest))
         pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
