@@ -223,6 +223,7 @@ class _Follower:
         )
         self._members = _members(actions, placement)
         self._queues: dict[Hashable, _Queue] = {}
+        self._collectives: dict[Hashable, _Queue] = {}  # by operation
         self._ends: dict[tuple[object, ...], _End] = {}
         self._held: dict[int, tuple[Action, _Queue]] = {}  # device -> the join at which it waits
         self._free = list(range(len(actions)))
@@ -292,9 +293,10 @@ class _Follower:
         member = device, action.stage
         if action.kind in COLLECTIVE:
             operation: Hashable = collective(action)
-            members = self._members[operation]
-            queue = self._queue(("sum", tuple(_counted(members, one) for one in members)), len(members))
-            end = _End(queue, _counted(members, member), operation, None)
+            if operation not in self._collectives:
+                counted = self._members[operation]
+                self._collectives[operation] = self._queue(("sum", tuple(counted.values())), len(counted))
+            end = _End(self._collectives[operation], self._members[operation][member], operation, sends=None)
         else:
             message = message_of(device, action, self._placement)
             operation, sends = message._replace(microbatch=None, part=None), action.kind in SENDS
@@ -332,8 +334,8 @@ class _Follower:
         _, queue = self._held[device]
         end, first = queue.ends[queue.done], queue.first[queue.done]
         if end.sends is None:
-            members = self._members[end.operation]
-            missing = (one for one in members if queue.places.get(_counted(members, one), 0) <= queue.done)
+            members = self._members[end.operation].items()
+            missing = (one for one, counted in members if queue.places.get(counted, 0) <= queue.done)
             other, stage = next(missing)
             return other, first._replace(stage=stage)
         message = message_of(end.member[0], first, self._placement)
@@ -352,16 +354,12 @@ _Starts = dict[
 ]  # open starts of a device, each with its queue and place
 
 
-def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
-    """Return the participant whose starts are counted.
+def _members(actions: Actions, placement: Placement) -> dict[Hashable, dict[_Participant, _Participant]]:
+    """Return the members that start each collective, with the participants whose starts are counted.
 
-    This is the device, or, if a device takes part with several stages, the stage.
+    These are the devices (with stage -1), or, if a device takes part with several stages, the stages. An
+    agreement has one member on every device.
     """
-    return member if len({device for device, _ in members}) < len(members) else (member[0], -1)
-
-
-def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
-    """Return the members that start each collective; an agreement has one member on every device."""
     result: dict[Hashable, dict[_Participant, None]] = {}
     for device, own in enumerate(actions):
         for action in own:
@@ -374,7 +372,11 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
             missing = [device for device in devices if device not in known]
             agreed.update(dict.fromkeys((device, stage) for device in missing))
             known.update(missing)
-    return {key: tuple(sorted(members)) for key, members in result.items()}
+    counted = dict[Hashable, dict[_Participant, _Participant]]()
+    for key, members in result.items():
+        once = len({device for device, _ in members}) == len(members)
+        counted[key] = {(device, n): (device, -1 if once else n) for device, n in sorted(members)}
+    return counted
 
 
 # ----------------------------------------------------------------------------------------------------
