@@ -310,12 +310,15 @@ class Trials:
     def _visited(self, *, slices: bool = False) -> Iterator[int]:
         """Yield the sizes in the order of the search, in each direction until one is not useful.
 
-        If nothing fits, larger sizes with local batches (`slices`) are still tried, as long as these may need
+        The first one is that of the best common plan, if one is known. If nothing fits, larger sizes with local batches (`slices`) are still tried, as long as these may need
         no more memory on the cluster's devices.
         """
         order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
         if slices and self.space.profiled:  # few microbatches are simulated the fastest
             order = sorted(order, reverse=True)
+        if slices and self._is_replicated:
+            first = min(self.mixed, key=lambda one: one.seconds).question.training.microbatch_size
+            order = [first, *(size for size in order if size != first)]
         given_up = {True: False, False: False}  # smaller sizes, and larger ones
         for size in order:
             smaller, looked_at = size < order[0], len(self._bounds)

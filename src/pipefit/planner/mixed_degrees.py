@@ -140,26 +140,35 @@ _LITTLE = 5_000  # the same limit if plans are far slower than a known one
 _PASSES = 50_000  # passes of microbatches through stages, above which a simulation takes several seconds
 
 
-def mixed(question: Question, at_most: float = float("inf"), below: float = float("inf")) -> Mixed | None:
+def mixed(
+    question: Question, at_most: float = float("inf"), below: float = float("inf"), fewest: int = 1
+) -> Mixed | None:
     """Return the fastest plan in which no state moves; None if none fits.
 
     Stages save memory if that is faster or nothing else fits. `at_most` are the seconds of a known plan that
     fits: slower plans are not searched, so the result may be None. It is also None if simulations are long
-    and no plan is estimated below `below` seconds, the estimate of the known plan.
+    and no plan is estimated below `below` seconds, the estimate of the known plan. Plans have at least
+    `fewest` stages.
     """
     estimated = fastest(question, _MOST, question.shards[:1], at_most * (1 + _CLOSE))
+    estimated = _of_stages(fewest, estimated)
     least = estimated[0].value if estimated else float("inf")
     if _is_long(question) and at_most < float("inf") and least >= below:
         return None
-    result = _mixed(question, estimated, at_most)
+    result = _mixed(question, estimated, at_most, fewest)
     return result and result._replace(estimated=least)
+
+
+def _of_stages(fewest: int, plans: Sequence[Hybrid]) -> list[Hybrid]:
+    """Return the plans with at least this number of stages."""
+    return [one for one in plans if len(one.stages) >= fewest]
 
 
 def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixed]:
     """Yield plans under other schedules that fit and are faster than all of `known`.
 
     The fastest known plan under each of them, and the fastest plan of its microbatch size, unless the
-    question is very large.
+    question is very large. Plans of one stage are the same under all of them.
     """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None:
@@ -169,10 +178,13 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
         if schedule == how.schedule:
             continue
         question = replace(best.question, training=replace(how, schedule=schedule))
-        same = Simulations(question).fitting(best.split, best.decisions, at_most)
+        same: Mixed | None = None
+        if len(best.split.devices) > 1:
+            same = Simulations(question).fitting(best.split, best.decisions, at_most)
         at_most = at_most if same is None else same.seconds
         looks = not is_very_large(question)
-        yield from filter(None, (same, mixed(question, at_most, best.estimated) if looks else None))
+        other = mixed(question, at_most, best.estimated, fewest=2) if looks else None
+        yield from filter(None, (same, other))
 
 
 def _is_long(question: Question) -> bool:
@@ -181,7 +193,7 @@ def _is_long(question: Question) -> bool:
     return -(-len(question.cluster.devices) // widest) * question.training.microbatches > _PASSES
 
 
-def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> Mixed | None:
+def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float, fewest: int) -> Mixed | None:
     """Return the fastest of the plans estimated to be fast and of their neighbours."""
     first, every = question.shards[:1], question.shards
     again = question.options.recompute == "never" and question.means.recompute != "never"
@@ -193,7 +205,7 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float) -> M
     if first == every and not again:
         return best
     at_most = at_most if best is None else min(at_most, best.seconds)
-    others = _saving(question, at_most * (1 + _CLOSE), again=again)
+    others = _of_stages(fewest, _saving(question, at_most * (1 + _CLOSE), again=again))
     if best is not None:
         others = [other for other in others if any(stage.way != WHOLE for stage in other.stages)]
     return _simulated(simulations, others, best, at_most)
