@@ -310,8 +310,9 @@ class Trials:
     def _visited(self, *, slices: bool = False) -> Iterator[int]:
         """Yield the sizes in the order of the search, in each direction until one is not useful.
 
-        The first one is that of the best common plan, if one is known. If nothing fits, larger sizes with local batches (`slices`) are still tried, as long as these may need
-        no more memory on the cluster's devices.
+        The first one is that of the best common plan, if one is known. If nothing fits, larger sizes with
+        local batches (`slices`) are still tried, as long as these may need no more memory on the cluster's
+        devices.
         """
         order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
         if slices and self.space.profiled:  # few microbatches are simulated the fastest
