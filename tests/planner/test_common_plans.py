@@ -93,8 +93,7 @@ def test_replicas_on_all_devices_are_known_before_a_long_search(monkeypatch: pyt
     monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 * 2)  # devices, blocks and microbatches
     less = Trials(space)
     less._replicate()
-    searched = {found.question.training.microbatch_size for found in less.mixed}
-    assert searched == {found.question.training.microbatch_size for found in trials.mixed} - {4}
+    assert less.mixed and all(found.question.training.microbatch_size > 4 for found in less.mixed)
     monkeypatch.setattr(arrangements, "_REPLICATED", 4 * 6 - 1)
     none = Trials(space)
     none._replicate()

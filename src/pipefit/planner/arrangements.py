@@ -13,7 +13,7 @@ plans that fit, whose stages may divide state and recompute in part, and these a
 (`planner.mixed_degrees`).
 
 A large question whose state no device has room for begins with the common plans of all sizes that give
-every device samples. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
+every device samples, at first those that move no state. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
 
 Otherwise the result is never slower than that of any arrangement whose search was within the budget; in small
 questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and
@@ -62,7 +62,7 @@ _HOPELESS = 1.2  # multiple of the best plan's seconds that a short search's pla
 _GAIN = 1e-3  # part of a step that an arrangement has to gain
 _GAIN_OF_LARGE = 0.1  # the same, by its bound, if the question is large and a plan of replicas is known
 _REPLICATED = (
-    25_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
+    40_000  # passes of blocks in a step of replicas on all devices, above which it takes too long to read
 )
 _ROOM = 0.01  # part of a step that a plan must gain if it leaves a GPU hardly any room
 _NEAR = 0.1  # part of a step by which plans that the local search improves may be slower than the fastest
@@ -181,24 +181,26 @@ class Trials:
         return self._keeps and any(_is_costly(self.question(arrangement)) for arrangement in self._like_mixed)
 
     def _replicate(self) -> None:
-        """Find the fastest common plans of sizes that give every device samples, the largest size first.
+        """Find the fastest common plans of sizes that give every device samples, the smallest size first.
 
         Only for large questions, if no device has room for the state: all devices then mostly divide it, and
-        the other plans of such a question take long to search.
+        the other plans of such a question take long to search. State only moves if nothing fits otherwise.
         """
         devices, budgets = len(self.space.question.cluster.devices), self.space.question.cluster.budgets
         if devices == 1 or self.space.question.state_bytes <= max(budgets):
             return
-        for size in sorted((size for size in self.space.sizes if size % devices == 0), reverse=True):
-            with suppress(UsageError):
-                question = self.space.question_of(size, self._profile(size))
-                passes = devices * question.blocks * question.training.microbatches
-                possible = (
-                    any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
-                )
-                if possible and not is_small(question):
-                    self._least[size] = Least.of(question, self.space.schedules)
-                    self._mix_commonly(size)
+        every = self.space.question.means
+        for means in dict.fromkeys((replace(every, state=False, spill=False), every)):
+            for size in sorted(size for size in self.space.sizes if size % devices == 0):
+                with suppress(UsageError):
+                    question = self.space.question_of(size, self._profile(size))
+                    if _may_be_replicated(question):
+                        self._least[size] = Least.of(question, self.space.schedules)
+                        found = CommonSearch().fastest(question.using(means), self._fastest)
+                        self.mixed += [found._replace(question=question)] if found is not None else []
+                        self._common.add(size)
+            if self.mixed:
+                break
         self._is_replicated = bool(self.mixed)
 
     def _mix(self, size: int) -> None:
@@ -518,6 +520,14 @@ class Trials:
             degrees = [degree for size in self.sizes for degree in self.degrees(size)]
             yield chosen_from(self.space, self.sizes, degrees, len(self._known))
             yield from left_out(self._unseen, self._untried + self._tried_shortly)
+
+
+def _may_be_replicated(question: Question) -> bool:
+    """Return whether the question is large and every device may have a replica, with few enough passes."""
+    devices = len(question.cluster.devices)
+    passes = devices * question.blocks * question.training.microbatches
+    possible = any(degree.data == devices for degree in question.degrees) and passes <= _REPLICATED
+    return possible and exact_in_time(question) and not is_small(question)
 
 
 def _is_costly(question: Question) -> bool:
