@@ -13,7 +13,8 @@ plans that fit, whose stages may divide state and recompute in part, and these a
 (`planner.mixed_degrees`).
 
 A large question whose state no device has room for begins with the common plans of all sizes that give
-every device samples, at first those that move no state. If one fits, arrangements with a bound of at least 90 % of its seconds are not searched.
+every device samples, at first those that move no state. If one fits, arrangements with a bound of at least
+90 % of its seconds are not searched.
 
 Otherwise the result is never slower than that of any arrangement whose search was within the budget; in small
 questions, that is nearly every arrangement. GPipe is not a choice, because 1F1B needs no more seconds and
