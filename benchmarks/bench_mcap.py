@@ -27,7 +27,7 @@ from pipefit.models import build
 from pipefit.planner import plan
 from pipefit.planner.baselines.mcap import estimates
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import plan_of, profile_incrementally
+from pipefit.profiler.training_runs.profilers import plan_of, profile_incrementally
 from pipefit.profiler.training_runs.runs import Edges, intervals
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import AdditiveCosts, ModelProfile

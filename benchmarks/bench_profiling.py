@@ -35,8 +35,7 @@ from pipefit.models import build
 from pipefit.planner import true_peaks
 from pipefit.planner.baselines.mcap import Predictor
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import profile_incrementally
-from pipefit.profiler.training_runs.trimmed import profile_trimmed
+from pipefit.profiler.training_runs.profilers import profile_incrementally, profile_trimmed
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.profile import AdditiveCosts
 from pipefit.schema.training import Training

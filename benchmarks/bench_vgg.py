@@ -69,7 +69,7 @@ from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.models import vgg11
 from pipefit.planner import best_split, true_peaks
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import profile_incrementally
+from pipefit.profiler.training_runs.profilers import profile_incrementally
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.plan import Plan

@@ -22,7 +22,7 @@ from pipefit.capture import Task
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.planner import best_split, plan
 from pipefit.planner.baselines.simple import lightest_parts
-from pipefit.profiler.training_runs.incremental import profile_incrementally
+from pipefit.profiler.training_runs.profilers import profile_incrementally
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan

@@ -27,7 +27,7 @@ from pipefit.fake_cuda.fingerprint import Fingerprinted, fingerprint, with_loss
 from pipefit.fake_cuda.target import FakeTarget
 from pipefit.models.hugging_face import hf
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.trimmed import profile_trimmed
+from pipefit.profiler.training_runs.profilers import profile_trimmed
 from pipefit.report.show import text
 from pipefit.runtime import Trainer, certify
 from pipefit.schema.plan import Plan

@@ -15,8 +15,8 @@ from torch import nn
 from pipefit.capture import Task
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import plan_of as plan_made
-from pipefit.profiler.training_runs.incremental import profile_incrementally, train
+from pipefit.profiler.training_runs.profilers import plan_of as plan_made
+from pipefit.profiler.training_runs.profilers import profile_incrementally, train
 from pipefit.profiler.training_runs.runs import intervals
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster

@@ -14,8 +14,7 @@ from pipefit.capture import Task
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
 from pipefit.lowering.passes.recomputation import Recompute, recompute_decisions
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import profile_incrementally
-from pipefit.profiler.training_runs.trimmed import profile_trimmed
+from pipefit.profiler.training_runs.profilers import profile_incrementally, profile_trimmed
 from pipefit.runtime import certify
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage

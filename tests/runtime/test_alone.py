@@ -13,7 +13,7 @@ from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.measure.kernels import Kernels
-from pipefit.profiler.training_runs.trimmed import LoneStages
+from pipefit.profiler.training_runs.profilers import LoneStages
 from pipefit.runtime import Trainer
 from pipefit.runtime.hardware import Hardware
 from pipefit.schema.plan import Plan

@@ -21,8 +21,8 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.measure.cpu import Meter
 from pipefit.profiler import profile
-from pipefit.profiler.training_runs.incremental import train as train_once
-from pipefit.profiler.training_runs.trimmed import LoneStages
+from pipefit.profiler.training_runs.profilers import LoneStages
+from pipefit.profiler.training_runs.profilers import train as train_once
 from pipefit.runtime import Trainer, certify, train
 from pipefit.simulator import simulate
 from support.small_tasks import alone, batch_of, plan_of, task_of

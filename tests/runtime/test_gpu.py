@@ -24,7 +24,7 @@ from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.measure.cuda import CudaMeter, memory_figures
 from pipefit.models import build
-from pipefit.profiler.training_runs.trimmed import LoneStages
+from pipefit.profiler.training_runs.profilers import LoneStages
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schema.plan import Plan
 from pipefit.schema.trace import Category

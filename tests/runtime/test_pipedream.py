@@ -18,7 +18,7 @@ from pipefit.errors import OutOfMemory
 from pipefit.lowering import ENDLESS, distinct_steps, step_programs
 from pipefit.measure.cpu import Meter
 from pipefit.measure.kernels import Kernels
-from pipefit.profiler.training_runs.trimmed import LoneStages
+from pipefit.profiler.training_runs.profilers import LoneStages
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.dry_run.asynchronous import fewer
 from pipefit.runtime.options import StepReport

@@ -148,8 +148,7 @@ def _with_runs(
     store: Path,
 ) -> ModelProfile:
     """Return the profile with the measurements of training runs."""
-    from pipefit.profiler.training_runs.incremental import profile_incrementally
-    from pipefit.profiler.training_runs.trimmed import profile_trimmed
+    from pipefit.profiler.training_runs.profilers import profile_incrementally, profile_trimmed
 
     train = profile_incrementally if runs == "incremental" else profile_trimmed
     with progress("training") as report:
