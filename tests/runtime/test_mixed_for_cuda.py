@@ -18,7 +18,7 @@ from pipefit.models import build
 from pipefit.models.hugging_face import hf
 from pipefit.planner import plan
 from pipefit.runtime import certify
-from pipefit.runtime.engine.specializations import (
+from pipefit.runtime.engine.replicas import (
     Retracing,
     Specialization,
     Specializations,

@@ -227,7 +227,7 @@ def with_program(
     program = parse_program(
         text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches
     )
-    monkeypatch.setattr("pipefit.runtime.engine.batches.lower", lambda plan, **_: program)
+    monkeypatch.setattr("pipefit.runtime.engine.execution.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     monkeypatch.setattr(transport, "whole_run", lambda plan: program)
     return trainer_of(task, split, microbatches=microbatches)

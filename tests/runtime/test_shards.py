@@ -19,7 +19,7 @@ from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.runtime import Trainer, certify, certify_numbers, train
-from pipefit.runtime.engine import specializations
+from pipefit.runtime.engine import replicas
 from pipefit.runtime.engine.tensor_groups import Together
 from pipefit.runtime.options import Saving
 from pipefit.schema.cluster import Cluster
@@ -487,7 +487,7 @@ def test_an_evaluation_traces_each_local_batch_once_for_all_ranks(monkeypatch: p
     """
     calls = Counter[str]()
     for name in ("fake_chain", "shard_chain"):
-        monkeypatch.setattr(specializations, name, counted(calls, name, getattr(specializations, name)))
+        monkeypatch.setattr(replicas, name, counted(calls, name, getattr(replicas, name)))
     task, plan = divided("tied", optimizer=MOMENTUM), grid_plan("tied", [0, 2, 6], [(3, 2), (1, 2)])
     trainer = Trainer(task, plan)
     for _ in range(2):

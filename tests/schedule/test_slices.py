@@ -11,7 +11,7 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.lowering import ENDLESS, Entered, lower, lower_evaluation
-from pipefit.runtime.engine.batches import Programs
+from pipefit.runtime.engine.execution import Programs
 from pipefit.schema.actions import MESSAGES, Action, Kind
 from pipefit.schema.grids import Grid, Sharding, Stage
 from pipefit.schema.layer_costs import SharedParameter

@@ -17,8 +17,7 @@ from pipefit.runtime.comm.collectives import mark, may_be_absent, unmark
 from pipefit.runtime.comm.transport import Transport, groups_in_order, joins_workers
 from pipefit.runtime.dry_run.certify import certify, divided_without_peers, rank_without_peers
 from pipefit.runtime.engine.assembly import agreement_of, assemble, put_on_device, usual_layers
-from pipefit.runtime.engine.batches import cut_batch
-from pipefit.runtime.engine.execution import run_in_turn
+from pipefit.runtime.engine.execution import cut_batch, run_in_turn
 from pipefit.runtime.engine.forward_backward import layer_seeds, seed_update
 from pipefit.runtime.engine.in_flight import (
     GraphEnds,

@@ -56,8 +56,7 @@ from pipefit.runtime.checks.plan_check import (
 from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.comm.transport import connected, groups_of, joins_workers
 from pipefit.runtime.engine.assembly import assemble
-from pipefit.runtime.engine.batches import Cut, Programs
-from pipefit.runtime.engine.execution import Execution, Result
+from pipefit.runtime.engine.execution import Cut, Execution, Programs, Result
 from pipefit.runtime.engine.replicas import trained_sources
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.stage import Site, StageRunner

@@ -53,7 +53,7 @@ from pipefit.runtime.checks.plan_comparison import (
     nothing_held,
     passes,
 )
-from pipefit.runtime.engine.batches import Cut
+from pipefit.runtime.engine.execution import Cut
 from pipefit.runtime.engine.replicas import Held
 from pipefit.runtime.hardware import free_bytes
 from pipefit.schema.cluster import Cluster

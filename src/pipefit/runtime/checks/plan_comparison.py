@@ -54,8 +54,7 @@ from pipefit.errors import OutOfMemory, UsageError, in_one_line
 from pipefit.lowering import Entered, is_endless, whole_run
 from pipefit.runtime.comm.transport import InProcess
 from pipefit.runtime.engine.assembly import assemble
-from pipefit.runtime.engine.batches import Programs
-from pipefit.runtime.engine.execution import Execution
+from pipefit.runtime.engine.execution import Execution, Programs
 from pipefit.runtime.engine.replicas import Held, trained_sources
 from pipefit.runtime.engine.runner import DeviceRunner
 from pipefit.runtime.engine.stage import Site, StageRunner

@@ -14,9 +14,8 @@ from pipefit.measure import MemoryMeter, Stopwatch
 from pipefit.memory import Layers, ReplicaShare, StageRest, StageStorages, StateMoves, state_moves
 from pipefit.runtime.comm.agreement import Agreement, LossScale
 from pipefit.runtime.engine.in_flight import move
-from pipefit.runtime.engine.replicas import Source, StageSources
+from pipefit.runtime.engine.replicas import Source, Specialized, StageSources
 from pipefit.runtime.engine.runner import DeviceRunner
-from pipefit.runtime.engine.specializations import Specialized
 from pipefit.runtime.engine.stage import Site, StageRunner
 from pipefit.runtime.offload.moving import Mover
 from pipefit.runtime.offload.states import StateMover

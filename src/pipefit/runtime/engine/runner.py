@@ -24,7 +24,7 @@ from pipefit.measure import Mark, MemoryMeter, Stopwatch
 from pipefit.runtime.comm.collectives import EXECUTED, DeviceCollectives, Resized, received, to_send
 from pipefit.runtime.comm.transfers import MessagePart, Transfers
 from pipefit.runtime.engine.in_flight import Flight, held_buffers, on_device
-from pipefit.runtime.engine.specializations import Specialization
+from pipefit.runtime.engine.replicas import Specialization
 from pipefit.runtime.engine.stage import Site, StageRunner
 from pipefit.runtime.hardware import Moment, moment, named, ran_out
 from pipefit.runtime.offload.moving import Mover

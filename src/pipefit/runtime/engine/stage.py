@@ -20,8 +20,7 @@ from pipefit.runtime.comm.agreement import Agreement
 from pipefit.runtime.comm.transport import Transport
 from pipefit.runtime.engine.forward_backward import Passes, seed_update
 from pipefit.runtime.engine.in_flight import Flight
-from pipefit.runtime.engine.replicas import StageSources
-from pipefit.runtime.engine.specializations import Specialized
+from pipefit.runtime.engine.replicas import Specialized, StageSources
 from pipefit.runtime.offload.lending import Lending
 from pipefit.runtime.offload.states import GatheredParameters, StateMover
 from pipefit.runtime.optim.half_precision import WeightCopies

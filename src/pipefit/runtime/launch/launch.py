@@ -42,7 +42,7 @@ from pipefit.processes import ENDING, addresses, files, processes
 from pipefit.runtime.checkpoint.background_saver import SaveReport
 from pipefit.runtime.checks.plan_check import TRAINED, warn_elsewhere
 from pipefit.runtime.comm.transport import new_token
-from pipefit.runtime.engine.batches import Programs
+from pipefit.runtime.engine.execution import Programs
 from pipefit.runtime.launch.forks import (
     Inherited,
     Passed,
