@@ -485,11 +485,11 @@ def test_an_evaluation_traces_each_local_batch_once_for_all_ranks(monkeypatch: p
     """An evaluation traces and divides the model once for each size of a local batch, however many devices
     the process has; a second evaluation does neither.
     """
+    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan("tied", [0, 2, 6], [(3, 2), (1, 2)])
+    trainer = Trainer(task, plan)
     calls = Counter[str]()
     for name in ("fake_chain", "shard_chain"):
         monkeypatch.setattr(replicas, name, counted(calls, name, getattr(replicas, name)))
-    task, plan = divided("tied", optimizer=MOMENTUM), grid_plan("tied", [0, 2, 6], [(3, 2), (1, 2)])
-    trainer = Trainer(task, plan)
     for _ in range(2):
         trainer.evaluate(batch_of(task, plan))
         assert calls == {"fake_chain": 2, "shard_chain": 2}
