@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.runtime import Trainer
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
@@ -71,24 +72,40 @@ def task() -> Task:
     return task_of(beside, inputs=WIDTH, loss=first_alone, optimizer=DECAYING)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("recompute", ["never", "stages"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("split", [[4], [2, 2], [3, 1]])
-def test_they_need_what_was_foretold(split: list[int]) -> None:
+def test_they_need_what_was_foretold(split: list[int], schedule: str, recompute: Recompute) -> None:
     """Unused values need the predicted memory: for any split, simulator, dry run and meter equal the
     allocator in every step.
     """
     found = profile(task(), microbatch_size=SIZE, threads=torch.get_num_threads())
-    plan = plan_of(task(), split, size=SIZE, profiled=found)
-    peaks = step_peaks(task(), plan)
-    assert peaks.dry == peaks.metered == peaks.allocated
-    if len(split) > 1:
-        assert peaks.simulated == peaks.allocated
-    else:  # a graph that nobody needs goes with its value, which the loss drops: what tanh has kept of each microbatch
-        kept = plan.training.microbatches * SIZE * WIDTH * torch.float32.itemsize
-        assert all(
-            0 <= told - seen <= kept
-            for told, seen in zip(peaks.simulated[0], peaks.allocated[0], strict=True)
-        )
+    options = {"microbatches": 3, "schedule": schedule, "recompute": recompute}
+    peaks = step_peaks(task(), plan_of(task(), split, size=SIZE, profiled=found, **options))
+    assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
+@pytest.mark.parametrize("split", [[5], [3, 2]])
+def test_what_they_alone_need_is_freed_at_once(split: list[int]) -> None:
+    """A tensor that only the backward of an unused value needs is freed with the forward of its layer."""
+
+    def layers() -> list[nn.Module]:
+        return [
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(),
+            Beside(),
+            First(nn.Flatten()),
+            First(nn.Linear(WIDTH, 4)),
+        ]
+
+    odd = task_of(layers, inputs=WIDTH, loss=first_alone, optimizer=DECAYING)
+    found = profile(odd, microbatch_size=SIZE, threads=torch.get_num_threads())
+    assert not any(
+        tensor.operation == "Tanh" for cost in found.measurements[0].costs for tensor in cost.saved
+    )
+    peaks = step_peaks(odd, plan_of(odd, split, size=SIZE, profiled=found, schedule="gpipe", microbatches=3))
+    assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [1, 3]])
@@ -192,11 +209,12 @@ def test_weights_that_ranks_divide_stay_behind_them() -> None:
     assert torch.equal(trainer.state_dict()["aside.weight"], before)
 
 
-def test_a_gradient_that_nobody_expects_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [[1, 2], [3]])
+def test_a_gradient_that_nobody_expects_is_refused(split: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that uses such a value in training but not in its profile is refused at run time."""
     layers = [Beside, Sometimes, partial(nn.Linear, WIDTH, 4)]
     odd = task_of(lambda: [make() for make in layers], inputs=WIDTH)
-    trainer = trainer_of(odd, [1, 2], size=SIZE)
+    trainer = trainer_of(odd, split, size=SIZE)
     monkeypatch.setattr(Sometimes, "uses", True)
     with pytest.raises(
         UsageError, match=r"has a gradient for a value of shape .* when the model was profiled"

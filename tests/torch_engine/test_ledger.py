@@ -25,11 +25,24 @@ from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
 from pipefit.schema.plan import Plan
 from support.known_profiles import profile
-from support.random_layer_chains import KINDS, Part, mean_of_all
+from support.random_layer_chains import KINDS, LOSSES, Part, mean_of_all
 from support.small_tasks import plan_of, task_of
 from support.torch_engine_cases import divided_case, engine_case
 
 ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+def odd_layers(*names: str) -> pipefit.Task:
+    """Return a task of these kinds of layers, whose loss uses the first value."""
+
+    def build() -> nn.Module:
+        kinds = [KINDS[name] for name in names]
+        return nn.Sequential(*(Part(kind.function, kind.module()) for kind in kinds))
+
+    def batch(size: int) -> tuple[Tensor, ...]:
+        return torch.randn(2, size, 8, 8).unbind()
+
+    return replace(some_layers(), module=build, batch=batch, loss=LOSSES[1])
 
 
 def some_layers() -> pipefit.Task:
@@ -167,15 +180,20 @@ def test_outputs_that_their_layer_saves(split: tuple[int, ...], schedule: str, r
 
 def test_gradients_in_buffers_that_a_layer_passes_on() -> None:
     """The layer before one that passes the gradient of its output on receives it in the buffer, too."""
-
-    def build() -> nn.Module:
-        kinds = [KINDS[name] for name in ("linear", "norm", "every other", "detached", "linear")]
-        return nn.Sequential(*(Part(kind.function, kind.module()) for kind in kinds))
-
-    task = replace(
-        some_layers(), module=build, batch=lambda size: torch.randn(2, size, 8, 8).unbind(), loss=mean_of_all
-    )
+    task = replace(odd_layers("linear", "norm", "every other", "detached", "linear"), loss=mean_of_all)
     plan = plan_of(task, (4, 1), size=2, microbatches=3)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("recompute", ["never", "always", "stages"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [(5,), (1, 4), (3, 2)])
+def test_values_that_the_loss_never_uses(split: tuple[int, ...], schedule: str, recompute: Recompute) -> None:
+    """The engine holds no tensor for the backward of such a value, although it holds the value itself."""
+    task = odd_layers("linear", "tanh", "fork", "tanh", "linear")
+    options = {"microbatches": 3, "schedule": schedule, "recompute": recompute}
+    plan = plan_of(task, split, size=4, **options)
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 

@@ -42,7 +42,7 @@ from pipefit.profiler.feedback import (
 )
 from pipefit.profiler.pass_meter import Layouts, PassMeter, dense, gradients_in
 from pipefit.profiler.update import LayerGroups, MakeOptimizer, Peak, updates_of
-from pipefit.runtime import GraphEnds, WeightCopy, backward, born_apart, cast_by, enter, leave, using
+from pipefit.runtime import GraphEnds, WeightCopy, backward, born_apart, cast_by, cut, enter, leave, using
 from pipefit.schema.layer_costs import (
     GradientOrigin,
     LayerCost,
@@ -312,7 +312,7 @@ class LayerMeter:
         with self.meter:
             self._copy_weights()
             self.meter.tag(self._statics(), Category.PARAMETERS)
-            kept = self._kept_by_forward()
+            kept = self._kept_by_forward(arriving)
             checkpoint = self._checkpoint()
             first, later = self._microbatch(arriving), self._microbatch(arriving)
             read = frozenset(self.meter.read)
@@ -462,8 +462,8 @@ class LayerMeter:
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         return self.call(self._enter(graph or GraphEnds(), inputs))
 
-    def _kept_by_forward(self) -> _Kept:
-        """Run a forward, and return what exists after it."""
+    def _kept_by_forward(self, arriving: Layouts | None) -> _Kept:
+        """Run a forward whose outputs get gradients as `arriving`, and return what exists after it."""
         packed: list[ReferenceType[Packed]] = []
 
         peak_bytes = 0
@@ -483,6 +483,7 @@ class LayerMeter:
             values = self._enter(graph, list(inputs))
             values = self.call(values)
         self._refuse_strangers(values)
+        values = self._cut(values, arriving)
         storages = StorageOrigins(self.meter, self._statics(), inputs)
         saved = saved_tensors([known() for known in packed], savers(values), storages)
         lasting = lasting_tensors(values, len(packed), storages)
@@ -542,6 +543,7 @@ class LayerMeter:
         values = self.call(values)
         peak, forward = Peak.of(self.meter), self.meter.work
         device = values[0].device
+        values = self._cut(values, arriving)
         arriving = dense(values) if arriving is None else arriving
         incoming = gradients_in(arriving, device)
         leave(graph, values)
@@ -569,6 +571,14 @@ class LayerMeter:
             torch.empty_like(value, requires_grad=False) if gradient is None and wanted else gradient
             for gradient, value, wanted in zip(result, self.like, self.flags, strict=True)
         ]
+
+    def _cut(self, values: Values, arriving: Layouts | None) -> Values:
+        """Free the graph of outputs for which no gradient arrives, as the runtime does."""
+        if arriving is None:
+            return values
+        pairs = zip(values, arriving, strict=True)
+        unused = [value.requires_grad and layout is None for value, layout in pairs]
+        return cut(values, unused, self.anchor) if any(unused) else values
 
     def _enter(self, graph: GraphEnds, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)

@@ -633,6 +633,12 @@ class LayerCost:
         return tuple(replace(span, peak_bytes=span.peak_bytes + more) for span in spans)  # at most
 
     @property
+    def unused_outputs(self) -> tuple[bool, ...]:
+        """Whether each output is unused; empty if none is."""
+        unused = tuple(value.unused for value in self.outputs)
+        return unused if any(unused) else ()
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, trainable or not."""
         return sum(parameter.nbytes for parameter in self.parameters)

@@ -23,6 +23,7 @@ from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
     apart,
     check_elementwise,
+    cut,
     fed_back_copies,
     layer_seeds,
     may_be_absent,
@@ -73,8 +74,9 @@ class StageModule(nn.Module):
         self.start, self.stop = place.start, place.stop
         self.parts = nn.ModuleList(layer.module for layer in layers)
         self.chain_layers, self._draws, self._host = tuple(layers), draws, host
+        self._anchor = torch.empty(0, device=draws.device, requires_grad=True)
         self._calls = [
-            (number, layer.caller(), self._costs[number].mutates_inputs)
+            (number, layer.caller(), self._costs[number].mutates_inputs, self._costs[number].unused_outputs)
             for number, layer in enumerate(layers, start=self.start)
         ]
         self._runs = [
@@ -130,7 +132,7 @@ class StageModule(nn.Module):
 
     def _run(self, start: int, stop: int, microbatch: int, values: Values) -> Values:
         moves, begin = self._moves[microbatch], self._draws.of(microbatch)
-        for number, layer, changes in self._calls[start - self.start : stop - self.start]:
+        for number, layer, changes, unused in self._calls[start - self.start : stop - self.start]:
             if changes:
                 values = apart(values)
             begin(number)
@@ -139,6 +141,8 @@ class StageModule(nn.Module):
                     values = layer(values)
             else:
                 values = layer(values)
+            if unused:
+                values = cut(values, unused, self._anchor, self.chain_layers[number - self.start].name)
         return values
 
     def _recomputed(self, start: int, stop: int, values: Values) -> Values:

@@ -27,6 +27,7 @@ from pipefit.runtime.engine.in_flight import (
     apart,
     backward,
     born_apart,
+    cut,
     enter,
     fed_back_copies,
     gradients_to_send,
@@ -123,6 +124,7 @@ class Passes:
         self.device, self._watching = device, watching
         self._trained = [[p for p in layer.module.parameters() if p.requires_grad] for layer in layers]
         self._shared = _shared(layers, storages.start)
+        self._unused = [cost.unused_outputs for cost in storages.costs]
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     # ---------------------------------------------------------------- forward
@@ -240,6 +242,8 @@ class Passes:
         for number in range(piece.first, piece.end):
             with flight.luggage.watching(number):
                 values = self._layer(flight, number, values)
+                if unused := self._unused[number - self.start]:
+                    values = cut(values, unused, self._anchor, self.layers[number - self.start].name)
         return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
 
     def _run_unsaved(self, flight: Flight, piece: FlightPiece, box: list[Tensor]) -> Values:

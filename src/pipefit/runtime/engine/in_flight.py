@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +251,31 @@ def apart(values: Values) -> Values:
     )
 
 
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: str, anchor: Tensor, value: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if gradient is not None:
+            _refuse_gradient(f"the layer after {ctx.layer}", gradient.shape)
+        return None, None, None
+
+
+def cut(values: Values, unused: Sequence[bool], anchor: Tensor, layer: str = "") -> Values:
+    """Replace `unused` outputs of `layer` by aliases apart from its graph, whose saved tensors are freed.
+
+    No gradient arrives for them, so a backward would never reach these tensors. `anchor` is as for `enter`.
+    """
+    return tuple(
+        _Cut.apply(layer, anchor, value.detach()) if is_unused else value  # type: ignore[no-untyped-call]
+        for value, is_unused in zip(values, unused, strict=True)
+    )
+
+
 def leave(graph: GraphEnds, outputs: Values) -> None:
     """End the graph at `outputs`.
 
@@ -463,17 +488,20 @@ def gradients_to_send(
     """
     for gradient, value in zip(gradients, values, strict=True):
         if gradient is not None and not value.has_gradient:
-            raise UsageError(
-                f"layer {layer} has a gradient for a value of shape {value.shape}, but the loss did not "
-                "depend on it when the model was profiled, so no stage expects this gradient: the layers "
-                "that use a value must not depend on numbers in tensors. Multiply by zero instead of "
-                "omitting a value"
-            )
+            _refuse_gradient(f"layer {layer}", value.shape)
     return [
         None if gradient is None else gradient.contiguous()
         for gradient, value in zip(gradients, values, strict=True)
         if value.has_gradient
     ]
+
+
+def _refuse_gradient(layer: str, shape: Sequence[int]) -> NoReturn:
+    raise UsageError(
+        f"{layer} has a gradient for a value of shape {tuple(shape)}, but the loss did not depend on it when "
+        "the model was profiled, so it is not expected: the layers that use a value must not depend on "
+        "numbers in tensors. Multiply by zero instead of omitting a value"
+    )
 
 
 @contextmanager

@@ -359,7 +359,8 @@ class Mover:
         result = [(storage(), nbytes) for storage, nbytes in move.storages]
         if any(storage is None for storage, _ in result):
             raise UsageError(
-                f"{action} comes after the backward that needed the tensors that {move.action} offloaded"
+                f"{action} comes after the backward that needed the tensors that {move.action} offloaded, or "
+                "no backward needs them: profile and plan the model again"
             )
         return [(storage, nbytes) for storage, nbytes in result if storage is not None]
 
