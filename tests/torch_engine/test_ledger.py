@@ -197,6 +197,24 @@ def test_values_that_the_loss_never_uses(split: tuple[int, ...], schedule: str, 
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("split", [(5,), (1, 4), (3, 2)])
+def test_recomputed_layers_that_save_nothing(split: tuple[int, ...], schedule: str) -> None:
+    """`torch.utils.checkpoint` keeps no inputs for them, and does not run them again."""
+    task = odd_layers("linear", "dropout", "fork", "flip", "linear")
+    plan = plan_of(task, split, size=4, microbatches=3, schedule=schedule, recompute="always")
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
+def test_outputs_that_are_copies_of_inputs() -> None:
+    """The engine holds the last stage's outputs, also those that a recomputed run in place has copied."""
+    task = odd_layers("linear", "fork", "relu in place", "flip", "linear")
+    again = Decision(stage=1, subject=Run(start=2, stop=3), what=What.RECOMPUTE)
+    plan = replace(plan_of(task, (2, 3), size=4, microbatches=3, schedule="1f1b"), decisions=(again,))
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+
+
 NORMS = 512  # bytes of gradient norms, and of loss scaling
 
 

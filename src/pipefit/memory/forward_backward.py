@@ -202,7 +202,7 @@ def _given(storages: StageStorages, piece: Piece) -> Iterator[tuple[int, ...]]:
     for position in range(piece.first, piece.end):
         layer = storages.layers[position]
         yield _with_targets(storages, position, values)
-        values = () if _is_loss(storages, position) else _outputs(layer, values, shift)
+        values = () if _is_loss(storages, position) else outputs_of(layer, values, shift)
 
 
 def _is_loss(storages: StageStorages, position: int) -> bool:
@@ -246,7 +246,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         is_loss = _is_loss(storages, position)
         for instance in values if is_loss and storages.buffered else ():
             working.hold(instance, holders.sending)  # until the backward
-        outputs = () if is_loss or stops else _outputs(layer, values, shift)
+        outputs = () if is_loss or stops else outputs_of(layer, values, shift)
         for instance in _instances(layer, layer.saves, given, shift) if way.saves else ():
             working.hold(instance, holders.saved(position))
         for instance in outputs:
@@ -261,8 +261,8 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     return values
 
 
-def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple[int, ...]:
-    """Return the instances of a layer's outputs.
+def outputs_of(layer: LayerStorages, values: tuple[int, ...], shift: int = 0) -> tuple[int, ...]:
+    """Return the instances of a layer's outputs, given those of its inputs.
 
     Values in one storage have separate copies if they were copied.
     """

@@ -18,6 +18,7 @@ from pipefit.memory.forward_backward import (
     Working,
     buffer_copies,
     copy_inputs,
+    outputs_of,
     run_backward,
     run_forward,
 )
@@ -409,7 +410,7 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     values, cut = inputs, end if saves else _recomputed_end(transition, first, end)
     if not saves:
         values = _keep_inputs(transition, first, cut, end)
-    pieces, waiting = [Piece(first, cut, not saves, inputs)], _waiting_outputs(transition)
+    pieces, waiting = [Piece(first, cut, not saves, inputs)], _waiting_outputs(transition, first, values)
     cuts = {first, cut, end}
     if end == transition.storages.count and (waiting or cut < end):
         cuts.add(end - 1)
@@ -421,6 +422,8 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
         way = Forward(start, stop, again=False, saves=saves or start >= cut)
         values = run_forward(transition.working, way, values)
         transition.working.level -= above
+    if not (saves or transition.storages.runs_again(first, cut)):
+        transition.working.drop_from(_kept(transition, pieces[0]), transition.holders.kept(first))
     if end == transition.storages.count:
         for instance in values:
             if transition.sent.forward:
@@ -448,12 +451,16 @@ def _keep_inputs(transition: Transition, first: int, cut: int, end: int) -> tupl
 _RETURNED: Done = (Kind.FORWARD, False, None, None)  # the engine has outputs of the microbatch before
 
 
-def _waiting_outputs(transition: Transition) -> int:
-    """Return the bytes of the last stage's outputs for the microbatch before, until there are new ones."""
+def _waiting_outputs(transition: Transition, first: int, values: tuple[int, ...]) -> int:
+    """Return the bytes of the last stage's outputs for the microbatch before, until there are new ones.
+
+    They are like those of this microbatch, whose `values` are before position `first`.
+    """
     if _RETURNED not in transition.residency.done:
         return 0
-    storages = transition.storages
-    return sum(storages.sizes[number] for number in {*storages.values(storages.count - 1)})
+    for layer in transition.storages.layers[first:-1]:
+        values = outputs_of(layer, values)
+    return sum(map(transition.working.size, {*values}))
 
 
 def _loss_apart(transition: Transition, end: int) -> bool:
@@ -529,6 +536,16 @@ def _recompute(transition: Transition) -> Answer:
         transition.refuse(
             "has nothing to recompute: it belongs once between an N of these layers and their backward"
         )
+    copies = _run_again(transition, piece) if transition.storages.runs_again(first, end) else ()
+    pieces = list(transition.residency.pieces)
+    pieces[number] = piece._replace(again=True, copies=copies)
+    transition.working.level -= sum(made) + root
+    return transition.left(pieces=tuple(pieces), back=back, gradients=made[0], boundary=made[1] - freed)
+
+
+def _run_again(transition: Transition, piece: Piece) -> tuple[int, ...]:
+    """Run a piece forward from its inputs; return the copies of these that its layers change in place."""
+    first, end = piece.first, piece.end
     _check_inputs(transition, piece)
     kept = transition.holders.kept(first)
     transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
@@ -547,10 +564,7 @@ def _recompute(transition: Transition) -> Answer:
     values = run_forward(transition.working, Forward(first, end, again=True, saves=True), values)
     for instance in values:
         transition.working.drop(instance, transition.holders.value)
-    pieces = list(transition.residency.pieces)
-    pieces[number] = piece._replace(again=True, copies=copies)
-    transition.working.level -= sum(made) + root
-    return transition.left(pieces=tuple(pieces), back=back, gradients=made[0], boundary=made[1] - freed)
+    return copies
 
 
 def _check_inputs(transition: Transition, piece: Piece) -> None:

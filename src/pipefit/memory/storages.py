@@ -449,6 +449,13 @@ class StageStorages:
                 return position
         return first - 1
 
+    def runs_again(self, first: int, end: int) -> bool:
+        """Return whether a recomputation of positions `first` to `end - 1` runs them.
+
+        `torch.utils.checkpoint` keeps nothing for layers that save nothing.
+        """
+        return not self.buffered or any(cost.saved for cost in self.costs[first:end])
+
     @cached_property
     def sent_gradient_bytes(self) -> int:
         """The bytes of the contiguous gradients that a backward leaves for the previous stage.

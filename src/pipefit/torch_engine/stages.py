@@ -113,7 +113,9 @@ class StageModule(nn.Module):
             if recomputes:
                 values = self._recomputed(start, stop, values)
             else:
-                values = self._run(start, stop, self.microbatch, values)
+                box = [values]  # which `_run` empties, to free values that no layer has saved
+                del values
+                values = self._run(start, stop, self.microbatch, box)
         outputs = tuple(map(_cut, values, self._cut)) if self._cut else values
         return outputs[0] if len(outputs) == 1 else outputs  # torch's engine is faster with a single tensor
 
@@ -130,7 +132,8 @@ class StageModule(nn.Module):
         if layer < self.stop:
             yield layer, self.stop, False
 
-    def _run(self, start: int, stop: int, microbatch: int, values: Values) -> Values:
+    def _run(self, start: int, stop: int, microbatch: int, box: list[Values]) -> Values:
+        values = box.pop()
         moves, begin = self._moves[microbatch], self._draws.of(microbatch)
         for number, layer, changes, unused in self._calls[start - self.start : stop - self.start]:
             if changes:
@@ -159,7 +162,8 @@ class StageModule(nn.Module):
 
         def run(*given: Tensor) -> Values:
             assert step == self._draws.step
-            return self._run(start, stop, microbatch, tuple(g.clone() for g in given) if changes else given)
+            box = [tuple(value.clone() for value in given) if changes else given]
+            return self._run(start, stop, microbatch, box)
 
         result: Values = checkpoint(
             run,
