@@ -215,6 +215,16 @@ def test_outputs_that_are_copies_of_inputs() -> None:
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_recomputations_start_with_their_backward(schedule: str) -> None:
+    """The engine recomputes a run when its backward begins, however far ahead the plan would start it."""
+    again = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, ahead=2)
+    plan = replace(
+        plan_of(some_layers(), (3, 3), size=8, microbatches=4, schedule=schedule), decisions=(again,)
+    )
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(some_layers(), plan))
+
+
 NORMS = 512  # bytes of gradient norms, and of loss scaling
 
 

@@ -33,7 +33,7 @@ from pipefit.lowering.passes.communication import communicated
 from pipefit.lowering.passes.offload import Bundles, bundles_of, copied
 from pipefit.lowering.passes.recomputation import recomputed
 from pipefit.lowering.passes.state_offload import brought_in, states_copied
-from pipefit.lowering.passes.torch_engine import as_whole, check_for_torch, exchanged, fully_sharded
+from pipefit.lowering.passes.torch_engine import as_run, check_for_torch, exchanged, fully_sharded
 from pipefit.lowering.passes.updates import check_changed_weights, updated
 from pipefit.lowering.schedules import Compute, Endless, Order, Schedule, computes
 from pipefit.lowering.schedules.pipedream import pipedream, two_buffered
@@ -211,9 +211,9 @@ def lower_for_torch(plan: Plan) -> Program:
         UsageError: torch's engine cannot run the plan; or as `lower`.
     """
     check_for_torch(plan)
-    count, whole = plan.training.microbatches, as_whole(plan)
+    count, run = plan.training.microbatches, as_run(plan)
     ranks, finish = range(len(plan.ranks)), partial(fully_sharded, plan=plan)
-    return _program(plan, count, *_synchronous(whole, count, ranks, exchange=exchanged, finish=finish))
+    return _program(plan, count, *_synchronous(run, count, ranks, exchange=exchanged, finish=finish))
 
 
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:

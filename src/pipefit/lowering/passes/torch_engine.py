@@ -184,10 +184,17 @@ _ACTIVE = 3  # stages of a rank that torch keeps gathered
 _PASSES = COMPUTE - {Kind.STEP}
 
 
-def as_whole(plan: Plan) -> Plan:
-    """Return the plan with stages that FSDP2 divides as if each replica had all of their state."""
+def as_run(plan: Plan) -> Plan:
+    """Return the plan as torch's engine runs it: recomputations start with their backward.
+
+    Stages that FSDP2 divides are as if each replica had all of their state.
+    """
     return replace(
         plan,
+        decisions=tuple(
+            replace(decision, ahead=0) if decision.what is What.RECOMPUTE else decision
+            for decision in plan.decisions
+        ),
         stages=tuple(
             replace(stage, grid=replace(stage.grid, shard="none", buckets=1))
             if stage.grid.divides_gradients
