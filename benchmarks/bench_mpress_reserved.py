@@ -27,7 +27,7 @@ from page_tables import markdown, put
 from pipefit.memory.cuda_allocator import AllocatorSettings
 from pipefit.models import build
 from pipefit.planner import PLANNERS, solved
-from pipefit.runtime.dry_run.certify import certify_each
+from pipefit.runtime.dry_run.certify import certify
 from pipefit.schema.trace import DeviceTrace
 
 RESULTS = Path(__file__).parent / "results" / "mpress_reserved.json"
@@ -55,7 +55,7 @@ class Row:
     process_bytes: int
     memory_bytes: int
     short_devices: int
-    seconds: float  # of the CPU, for the dry run that tells of all settings
+    seconds: float  # of the CPU, for the dry runs of all settings
 
     @property
     def left_bytes(self) -> int:
@@ -81,7 +81,7 @@ def measured(asked: Asked, way: str) -> list[Row]:
     if asked.job.precision != "float32":
         task = replace(task, precision=asked.job.precision)
     began = time.process_time()
-    found = certify_each(task, plan, list(SETTINGS.values()))
+    found = [certify(task, plan, target="cuda", allocator=one) for one in SETTINGS.values()]
     seconds = time.process_time() - began
     return [row_of(asked, way, name, one.devices, seconds) for name, one in zip(SETTINGS, found, strict=True)]
 

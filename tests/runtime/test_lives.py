@@ -177,19 +177,6 @@ def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> N
         assert highest(own) == device.peak_bytes
 
 
-def test_one_dry_run_tells_of_several_allocators(found: ModelProfile) -> None:
-    """One dry run reports several allocators' reserved memory: each number is that of a run with it alone,
-    and they differ; the model is run once.
-    """
-    plan = on_gpus(random_plan(found, Random(1), microbatches=5))
-    settings = [DEFAULT, AllocatorSettings(expandable=True)]
-    with mock.patch.object(dry_run.Rehearsal, "run", autospec=True, side_effect=dry_run.Rehearsal.run) as run:
-        both = dry_run.certify_each(wide(), plan, settings)
-    assert run.call_count == 1
-    assert both == [certify(wide(), plan, allocator=one) for one in settings]
-    assert both[0] != both[1]
-
-
 def test_of_equal_layers_all_are_run() -> None:
     """A stack that dry runs fold to four layers reserves the same as all of its layers."""
     task = task_of(

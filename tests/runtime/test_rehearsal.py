@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -67,9 +68,10 @@ def test_parts_of_a_dry_run_tell_of_all_devices() -> None:
     assumed = Kernel(
         operation="aten._local_scalar_dense.default()", peak_bytes=None, reason="its value is not known"
     )
+    peaks: Any = None
     one, other = (
-        Rehearsed({0: [], 2: []}, {0: [], 2: []}, (assumed,)),
-        Rehearsed({1: []}, {1: []}, (assumed,)),
+        Rehearsed({0: [], 2: []}, {0: peaks, 2: peaks}, (assumed,)),
+        Rehearsed({1: []}, {1: peaks}, (assumed,)),
     )
     together = Rehearsed.together([one, other])
     assert together.samples.keys() == together.peaks.keys() == {0, 1, 2}

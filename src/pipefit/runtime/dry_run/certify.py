@@ -93,32 +93,6 @@ def certify(
         OutOfMemory: offloaded tensors exceed a host, or a device that only lends memory.
         UsageError: offloading is impossible for a tensor, or `allocator` is given for a target without one.
     """
-    return _traces(task, plan, () if allocator is None else (allocator,), steps, target, fold, chains, each)[
-        0
-    ]
-
-
-def certify_each(
-    task: Task, plan: Plan, allocators: Sequence[AllocatorSettings], *, steps: int | None = None
-) -> list[Trace]:
-    """Return the traces of `certify` for the target `cuda` with each of these `allocators`, from one dry run.
-
-    The order of births and deaths of tensors does not depend on the positions of their blocks.
-    """
-    return _traces(task, plan, tuple(allocators), steps, "cuda", True, None)
-
-
-def _traces(
-    task: Task,
-    plan: Plan,
-    allocators: tuple[AllocatorSettings, ...],
-    steps: int | None,
-    target: Target | None,
-    fold: bool,
-    chains: Chains | None,
-    each: bool = True,
-) -> list[Trace]:
-    """Return the traces of a dry run, one for each allocator, or one without allocator."""
     instance("task", task, Task, "a plan is the second argument")
     instance("plan", plan, Plan, "pipefit.load reads one")
     steps = distinct_steps(plan) if steps is None else steps
@@ -126,18 +100,18 @@ def _traces(
     instance("fold", fold, bool)
     instance("chains", chains := chains or Chains(task), Chains)
     target = target or plan.profile.assumptions.target
-    if allocators and target != "cuda":
+    if allocator is not None and target != "cuda":
         raise UsageError(
             f"target {target} does not have a caching allocator: certify for the target cuda, or without an "
             "allocator"
         )
-    warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=2)
+    warn_elsewhere(plan.profile.assumptions, CERTIFIED, callers=1)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan, programs))
     with recording("certifying"):
         like = sample(task, plan.training.microbatch_size)
-    dry = Rehearsal(task, plan, programs, lending, like, steps, kernels, allocators, chains, each)
+    dry = Rehearsal(task, plan, programs, lending, like, steps, kernels, allocator, chains, each)
 
     def run() -> Rehearsed:
         with (
@@ -154,19 +128,19 @@ def _traces(
         kernels.tell_unknown()
     assumed = (*ran.assumed, *(kernel for kernel in plan.profile.kernels.unknown if kernel in READINGS))
     if gap := KernelMemory(kernels=tuple(dict.fromkeys(assumed))).gap:
-        warnings.warn(gap, PipefitWarning, stacklevel=3)
-    return [dry.trace(ran, number) for number in range(max(len(allocators), 1))]
+        warnings.warn(gap, PipefitWarning, stacklevel=2)
+    return dry.trace(ran)
 
 
 class Rehearsed(NamedTuple):
-    """Results of a dry run for some devices: their memory samples, and the peaks of each of the allocators.
+    """Results of a dry run for some devices: their memory samples, and the peaks of their allocators.
 
     `assumed` are operations with assumptions about their memory. The last field is False if representative
     layers or microbatches turned out to differ from the represented ones.
     """
 
     samples: dict[int, list[MemorySample]]
-    peaks: dict[int, list[AllocatorPeaks]]
+    peaks: dict[int, AllocatorPeaks]
     assumed: tuple[Kernel, ...] = ()
     alike: bool = True
 
@@ -181,7 +155,7 @@ class Rehearsed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A dry run of some steps of a plan, optionally with bytes that these `allocators` reserve."""
+    """A dry run of some steps of a plan, optionally with bytes that this `allocator` reserves."""
 
     task: Task
     plan: Plan
@@ -190,7 +164,7 @@ class Rehearsal:
     like: Sample
     steps: int
     kernels: Kernels | None
-    allocators: tuple[AllocatorSettings, ...]
+    allocator: AllocatorSettings | None
     chains: Chains
     each: bool = True  # whether allocators are simulated after one of the stage that does not fit
     traced: dict[int, Chain] = field(default_factory=dict)  # by samples; their layers are only copied
@@ -213,15 +187,13 @@ class Rehearsal:
                 ran = self._beside_each_other(fake, run, every)
         return ran if ran.alike else self._whole(fake)
 
-    def trace(self, ran: Rehearsed, number: int) -> Trace:
-        """Return the trace of all devices, with the peaks of the allocator of this number if there is one."""
+    def trace(self, ran: Rehearsed) -> Trace:
+        """Return the trace of all devices, with the peaks of their allocators if these are simulated."""
         devices = list[DeviceTrace]()
         for device in range(len(self.plan.cluster.devices)):
             result = lending_trace(self.plan, device, self.lending.arenas)
             if device in ran.samples:
-                peaks = ran.peaks.get(device)  # none without allocators
-                own = None if peaks is None else peaks[number]
-                result = replace(result, memory=tuple(ran.samples[device]), allocator=own)
+                result = replace(result, memory=tuple(ran.samples[device]), allocator=ran.peaks.get(device))
             devices.append(result)
         return Trace(
             source="dry run", steps=self.steps, devices=tuple(devices), step_seconds=(0.0,) * self.steps
@@ -232,12 +204,12 @@ class Rehearsal:
     ) -> Rehearsed:
         """Apply `run` to all kin; without `each`, to the fullest by prediction, and others if these fit."""
         plan = self.plan
-        if self.each or not self.allocators or plan.prediction is None or len(every) <= _FIRST:
+        if self.each or self.allocator is None or plan.prediction is None or len(every) <= _FIRST:
             return self._in_parallel(fake, run, every)
         peaks, budgets = plan.prediction.peak_bytes, plan.cluster.budgets
         every = sorted(every, key=lambda devices: -peaks[devices[0]] / budgets[devices[0]])
         first = self._in_parallel(fake, run, every[:_FIRST])
-        if not first.alike or not all(one.fits for own in first.peaks.values() for one in own):
+        if not first.alike or not all(own.fits for own in first.peaks.values()):
             return first
         return Rehearsed.together([first, self._in_parallel(fake, run, every[_FIRST:])])
 
@@ -280,16 +252,16 @@ class Rehearsal:
         """
         last = len(self.programs) - 1
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
-        executed = fewer(self.plan, wanted, again=bool(self.allocators))
+        executed = fewer(self.plan, wanted, again=self.allocator is not None)
         runners, company = self._company(fake, short, together)
         effects = {account: Effects(account.rest) for account in company.devices_of}
-        lives = {account: EndlessLives() for account in company.devices_of if self.allocators}
+        lives = {account: EndlessLives() for account in company.devices_of if self.allocator}
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
             company.learn(program)
             for account, devices in company.devices_of.items():
                 effects[account].learn(known[devices[0]], account.changes)
-                if self.allocators:
+                if self.allocator:
                     lives[account].learn(known[devices[0]], account.before, account.lives)
         samples = company.no_samples
         of_steps = labels(self.plan, wanted)
@@ -343,7 +315,7 @@ class Rehearsal:
         unfoldings = {
             account: Unfolding(folding, account.rest, account.stand) for account in company.devices_of
         }
-        lives = {account: LivesOf(folding) for account in company.devices_of if self.allocators}
+        lives = {account: LivesOf(folding) for account in company.devices_of if self.allocator}
         samples = company.no_samples
         for step in range(self.steps):
             few = folding.later if step else folding.first
@@ -356,7 +328,7 @@ class Rehearsal:
                 samples[first] += result
                 for other in others:
                     samples[other] += _named(result, program.actions[other])
-                if self.allocators:
+                if self.allocator:
                     lives[account].step(step, program.actions[first], (account.before, account.lives))
         alike = all(unfolding.alike for unfolding in unfoldings.values())
         ran = self._told(fake, samples, company, lives)
@@ -371,24 +343,26 @@ class Rehearsal:
     ) -> Rehearsed:
         """Return the results of a company's devices: their samples, and allocator peaks from their lives."""
         alike = company.alike and all(own.consistent for own in lives.values())
+        if self.allocator is None:
+            return Rehearsed(samples, {}, fake.unknown.kernels, alike)
         held = Allocators(
             self.plan,
             self.programs[-1],
             self.lending.arenas,
-            self.allocators,
+            self.allocator,
             plans_addresses=self.each,
         )
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
         order = sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else []
-        works: dict[int, Callable[[], list[AllocatorPeaks]]] = {
+        works: dict[int, Callable[[], AllocatorPeaks]] = {
             device: partial(held.peaks, device, of_devices[device], requested[device]) for device in order
         }
-        peaks, refused = dict[int, list[AllocatorPeaks]](), set[Hashable]()
+        peaks, refused = dict[int, AllocatorPeaks](), set[Hashable]()
         for device in order:
             if self.each or self.plan.stages_of(device) not in refused:
                 own = peaks[device] = works[device]()
-                if not all(one.fits for one in own):
+                if not own.fits:
                     refused.add(self.plan.stages_of(device))
             if device == order[0] and (self.each or not refused):  # mostly the one that needs the most
                 half = order[1 + len(order) // 2 :]
@@ -431,7 +405,7 @@ class Rehearsal:
         runners, meters = [], dict[int, RepeatedMeter]()
         for cast in every:
             for device in cast.run:
-                owning = cast.is_put_together or bool(self.allocators and short.repeats)
+                owning = cast.is_put_together or bool(self.allocator and short.repeats)
                 meter = meters[device] = self._meter(fake, short, device, owning=owning)
                 runner = assemble(site, device, device=fake.device, meter=meter)
                 for stage in runner.stages.values():
@@ -460,9 +434,9 @@ class Rehearsal:
         return StageSources(short.plan, Source.of(short.chain), self._samples, make)
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int, *, owning: bool) -> RepeatedMeter:
-        if not self.allocators and not owning:
+        if not self.allocator and not owning:
             return RepeatedMeter(device, kernels=self.kernels, passings=short.passings, place=fake.device)
-        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocators else 0
+        workspace = overheads(self.plan, device).cublas_workspace_bytes if self.allocator else 0
         kind = OwningMeter if owning else LivesMeter
         return kind(
             device,

@@ -180,7 +180,7 @@ class RepeatedLives(Protocol):
 
 
 class Allocators:
-    """Peaks of the caching allocators of a plan's devices under each of some `settings`.
+    """Peaks of the caching allocators of a plan's devices, which have these `settings`.
 
     Equal devices are simulated once. With `plans_addresses`, addresses of their tensors are planned too.
     """
@@ -190,16 +190,16 @@ class Allocators:
         plan: Plan,
         program: Program,
         arenas: Sequence[Arena],
-        settings: Sequence[AllocatorSettings],
+        settings: AllocatorSettings,
         *,
         plans_addresses: bool,
     ) -> None:
         self._plan, self._program, self._arenas, self._settings = plan, program, arenas, settings
         self._plans_addresses = plans_addresses
-        self._known: dict[Hashable, list[AllocatorPeaks]] = {}
+        self._known: dict[Hashable, AllocatorPeaks] = {}
         self._lifetimes: dict[Hashable, Lifetimes] = {}  # by lives and lent arenas
 
-    def peaks(self, device: int, lives: RepeatedLives, requested: int) -> list[AllocatorPeaks]:
+    def peaks(self, device: int, lives: RepeatedLives, requested: int) -> AllocatorPeaks:
         """Return the peaks of a device with these lives and its lent arenas.
 
         The device's meter has counted `requested` bytes.
@@ -219,13 +219,8 @@ class Allocators:
         )
         if key not in self._known:
             planned = planned_bytes(lifetimes) if self._plans_addresses else 0
-            self._known[key] = [
-                replace(
-                    allocator_peaks(plan, program, device, lifetimes, setting, requested),
-                    planned_bytes=planned,
-                )
-                for setting in self._settings
-            ]
+            peaks = allocator_peaks(plan, program, device, lifetimes, self._settings, requested)
+            self._known[key] = replace(peaks, planned_bytes=planned)
         return self._known[key]
 
 
