@@ -34,7 +34,6 @@ from pipefit.texts import shortened
 from pipefit.units import parse_part
 
 if TYPE_CHECKING:
-    from pipefit.capture import Task
     from pipefit.schema.cluster import Cluster
     from pipefit.schema.profile import ModelProfile
 
@@ -174,7 +173,7 @@ def command(
         from pipefit.largest.task_plans import plan
 
         made = plan(
-            _modelled(profile, settings, precision) if _is_model(profile) else _loaded(profile),
+            resolve(profile, settings, precision) if _is_model(profile) else _loaded(profile),
             devices,
             target=target,
             certify=certify,
@@ -249,8 +248,3 @@ def _loaded(path: str) -> ModelProfile:
             f"{error}; or name a model: zoo:NAME, package.module:factory, or an architecture of Hugging "
             f"Face, such as hf:{name}"
         ) from None
-
-
-def _modelled(model: str, settings: list[str], precision: Precision | None) -> Task:
-
-    return resolve(model, settings, precision)

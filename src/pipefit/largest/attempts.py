@@ -341,7 +341,7 @@ def plan_on_the_way(
         result = make()
     plan = result.plan
     fits = not options.allow_infeasible or attempt(0, plan).fits
-    as_traced = known.checked(sizes_used(plan) if fits else None) if compares else _true
+    as_traced = known.checked(sizes_used(plan) if fits else None) if compares else lambda: True
     (others,) = beside(result.others, forks=runs_dry)
 
     return Proposal(plan, lambda: Answer(plan, others) if as_traced() else make())
@@ -350,7 +350,3 @@ def plan_on_the_way(
 def sizes_used(plan: Plan) -> set[int]:
     """Return the microbatch sizes that a plan's stages compute, local batches included."""
     return {plan.measured(stage).microbatch_size for stage in range(len(plan.stages))}
-
-
-def _true() -> bool:
-    return True

@@ -257,8 +257,9 @@ class ComparedBlock:
         given = tuple(g.requires_grad_(v.requires_grad) for g, v in zip(given, values, strict=True))
         result = tuple(value.clone() for value in given)  # a layer may change its inputs in place
         with ExitStack() as stack:
-            for mode in self._modes():
-                stack.enter_context(mode)
+            if self.is_wide:
+                stack.enter_context(_InDouble())  # type: ignore[no-untyped-call]
+            stack.enter_context(self.size.without_draws())
             for number, layer in zip(self.block, layers, strict=True):
                 seed_torch(number, target="cpu")
                 shortened = replace(
@@ -284,10 +285,6 @@ class ComparedBlock:
             },
             {f"{r.name}.{n}": b for r in layers for n, b in r.module.named_buffers(remove_duplicate=False)},
         )
-
-    def _modes(self) -> Iterator[AbstractContextManager[object]]:
-        yield _InDouble() if self.is_wide else nullcontext()  # type: ignore[no-untyped-call]
-        yield self.size.without_draws()
 
     def _drawn(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
         """Return numbers in place of a tensor's, with norm near 1 after a product, otherwise not near

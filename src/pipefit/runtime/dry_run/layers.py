@@ -30,7 +30,7 @@ from pipefit.capture.parameter_groups import parameter_groups
 from pipefit.fake_cuda.fingerprint import options
 from pipefit.measure import SCALAR_BYTES, Kernels, Meter, Number, Tracked
 from pipefit.memory import StageStorages
-from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn
+from pipefit.runtime.dry_run.microbatches import ALL_LAYERS, Bytes, BytesChange, StandIn, plus
 from pipefit.runtime.engine.stage import StageRunner
 from pipefit.runtime.optim.half_precision import copies_of
 from pipefit.schema.actions import COMPUTE, COPIES, Action, Bundle, Kind, Subject
@@ -588,7 +588,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         for copy in self._stand_ins:
             own, twin = held[copy], held[Copy(copy.repeat, _TWIN, 1)]
             self.alike &= own == twin
-            result = _plus(result, own, copy.times - 1)
+            result = plus(result, own, copy.times - 1)
         return result
 
     def _of_copies(self) -> dict[Copy, Bytes]:
@@ -609,7 +609,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         began, held, ways, peaks = self._began, self._held, self._ways, self._peaks
         self._began, self._held, self._ways, self._peaks = [], [], [], []
         return [
-            BytesChange(peak, self._grown(way, _plus(after, before, -1), own, behind))
+            BytesChange(peak, self._grown(way, plus(after, before, -1), own, behind))
             for peak, way, (before, after), (own, behind) in zip(
                 peaks, ways, pairwise(began), pairwise(held), strict=False
             )
@@ -622,9 +622,9 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         for copy in self._stand_ins:
             if copy.repeat in way.covered:
                 twin = Copy(copy.repeat, _TWIN, 1)
-                grown = _plus(after[copy], before[copy], -1)
-                self.alike &= grown == _plus(after[twin], before[twin], -1)
-                change = _plus(change, grown, copy.times - 1)
+                grown = plus(after[copy], before[copy], -1)
+                self.alike &= grown == plus(after[twin], before[twin], -1)
+                change = plus(change, grown, copy.times - 1)
         return change
 
     # ---------------------------------------------------------------- meter interface
@@ -682,7 +682,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
     def _pass_on(self, copy: Copy | None) -> None:
         """Make the layers of `copy` active."""
         now = tuple(self.bytes)
-        at_peak, after = _plus(tuple(self._peak_bytes), self._from, -1), _plus(now, self._from, -1)
+        at_peak, after = plus(tuple(self._peak_bytes), self._from, -1), plus(now, self._from, -1)
         self._passages.append(Passage(self._at_work, at_peak, after))
         self._at_work, self._from = copy, now
         self._peak, self._peak_bytes = self.total, list(self.bytes)
@@ -719,9 +719,9 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         level = highest = (0,) * len(CATEGORIES)
         for copy, at_peak, after in self._passages:
             times = 1 if copy is None or not self._is_passed(copy) else copy.times
-            top = _plus(_plus(level, after, times - 1) if sum(after) > 0 else level, at_peak)
+            top = plus(plus(level, after, times - 1) if sum(after) > 0 else level, at_peak)
             highest = max(highest, top, key=sum)
-            level = _plus(level, after, times)
+            level = plus(level, after, times)
         return highest
 
 
@@ -738,7 +738,3 @@ def storages_in(item: Any) -> set[int]:
     if isinstance(item, dict):
         return storages_in(list(item.values()))
     return set().union(*map(storages_in, item)) if isinstance(item, (tuple, list)) else set()
-
-
-def _plus(one: Bytes, other: Iterable[int], times: int = 1) -> Bytes:
-    return tuple(a + times * b for a, b in zip(one, other, strict=True))

@@ -9,7 +9,7 @@ always run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -190,6 +190,6 @@ def _flight(action: Action) -> tuple[int, int] | None:
     return None if action.microbatch is None else (action.stage, action.microbatch)
 
 
-def plus(one: Bytes, other: Bytes) -> Bytes:
-    """Add two amounts, category by category."""
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def plus(one: Bytes, other: Iterable[int], times: int = 1) -> Bytes:
+    """Add `other` so many `times` to an amount, category by category."""
+    return tuple(a + times * b for a, b in zip(one, other, strict=True))
