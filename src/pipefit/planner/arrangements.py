@@ -185,7 +185,8 @@ class Trials:
         """Find the fastest common plans of sizes that give every device samples, the smallest size first.
 
         Only for large questions, if no device has room for the state: all devices then mostly divide it, and
-        the other plans of such a question take long to search. State only moves if nothing fits otherwise.
+        the other plans of such a question take long to search. Every size has a budget of its own. State only
+        moves if nothing fits otherwise.
         """
         devices, budgets = len(self.space.question.cluster.devices), self.space.question.cluster.budgets
         if devices == 1 or self.space.question.state_bytes <= max(budgets):

@@ -62,11 +62,11 @@ class _Filled:
         return sum(filler.evaluator.work for filler in self._fillers.values())
 
     def is_too_slow(self, split: Split) -> bool:
-        """Return whether a split's plan that keeps everything is not faster than the known plans."""
+        """Return whether a split's plan that keeps everything is no faster than the known plans."""
         evaluator = self.filler(split, self._question.means).evaluator
         fastest = self._at_most if self._best is None else min(self._at_most, self._best.seconds)
-        kept = evaluator.kept(split)
-        return fastest < float("inf") and evaluator.evaluate(kept, below=fastest) is None
+        kept = evaluator.evaluate(evaluator.kept(split)) if fastest < float("inf") else None
+        return kept is not None and kept.seconds >= fastest
 
     def of(self, split: Split, means: Means | None = None) -> Evaluation | None:
         """Return a split's fastest filled plan that fits, by default with all techniques, or None."""
@@ -168,7 +168,7 @@ def otherwise(known: Sequence[Mixed], schedules: Sequence[str]) -> Iterator[Mixe
     """Yield plans under other schedules that fit and are faster than all of `known`.
 
     The fastest known plan under each of them, and the fastest plan of its microbatch size, unless the
-    question is very large. Plans of one stage are the same under all of them.
+    question is very large. Plans of one stage are the same under 1F1B and eager 1F1B.
     """
     best = min(known, key=lambda one: one.seconds, default=None)
     if best is None:
@@ -214,8 +214,8 @@ def _mixed(question: Question, estimated: Sequence[Hybrid], at_most: float, fewe
 def _saving(question: Question, at_most: float, *, again: bool) -> list[Hybrid]:
     """Return the estimated plans whose stages may save memory, the fastest first.
 
-    If the question is large and a plan is known, only plans with one degree for all stages, of few numbers
-    of stages, and none of degrees with too many candidates as well.
+    If the question is large and a plan is known, only a few plans with one degree for all stages; none of a
+    degree that has too many candidates itself.
     """
     if at_most == float("inf") or not _is_large(question, again=again):
         return fastest(question, _MOST, question.shards, at_most, again=again)
@@ -256,7 +256,7 @@ def _simulated(
 def _made(simulations: Simulations, hybrid: Hybrid, plans: _Filled) -> Mixed | None:
     """Return the plan of an estimated one, with as little recomputation or offloading as its memory needs.
 
-    None if it is clearly slower than the known plans.
+    None if it would be slower than the known plans even if it kept everything.
     """
     question, split, decisions = simulations.question, hybrid.split, repeated(simulations.question, hybrid)
     if decisions and plans.is_too_slow(split):

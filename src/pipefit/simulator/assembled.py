@@ -5,8 +5,8 @@ neighbouring stages, and on the decisions about its own stages. So of two plans 
 that stage's devices are lowered and read again. Interactions of devices are left to the clock and to arenas,
 which are assembled for every plan. Sends and receives are assumed to match, as they do in all lowered
 programs. Replicas with the same actions on other rows and neighbours hold the same bytes, so one ledger
-serves all of them; those with the same times are lowered and timed once, and of others that run in step the
-slowest is timed (`simulator.timed_program`).
+serves all of them; those with the same times are lowered and timed once, and of replicas that differ by
+their updates alone the slowest is timed (`simulator.timed_program`).
 
 Cost: some ten microseconds for each changed action, and 1.5 microseconds for every action of the plan;
 replicas with equal actions and times count once.
@@ -390,6 +390,12 @@ class DevicePart(NamedTuple):
     turns: tuple[int, ...]  # first actions of every microbatch in all steps of an asynchronous schedule
     memory: Callable[[], _Memory]
 
+    @property
+    def pass_seconds(self) -> tuple[float, ...]:
+        """Seconds of the forwards and backwards of the last step."""
+        count = self.counts[-1]
+        return tuple(self.timed.seconds[n - count] for n, _ in (*self.forwards, *self.backwards))
+
 
 class _LoweredDevice(NamedTuple):
     """Lowered actions of a device, the costs of its stages, and its memory, read when it is asked for."""
@@ -421,7 +427,7 @@ class Parts:
             {} if shared is None else shared._programs
         )
         self._known: dict[Hashable, dict[int, DevicePart]] = {}
-        self._peaks: dict[Hashable, int] = {}
+        self._peaks: dict[Hashable, int] = {} if shared is None else shared._peaks
         self._alike: dict[Hashable, EqualDevices | None] = {} if shared is None else shared._alike
         self._longer: dict[int, Parts] = {}
         self.actions = 0  # in the programs of all requested devices, once each
@@ -654,7 +660,11 @@ class Assembled:
         )  # of those that represent others
         stands = {device: device for device in self._read} if self._alike is None else self._alike.devices
         self._devices = {device: self._read[one] for device, one in stands.items()}
-        self._slowest = slowest({device: part.timed for device, part in self._read.items()}, plan.cluster)
+        self._slowest = slowest(
+            {device: part.timed for device, part in self._read.items()},
+            {device: part.pass_seconds for device, part in self._read.items()},
+            plan.cluster,
+        )
         self._stands = {device: self._slowest[one] for device, one in stands.items()}
 
     @property

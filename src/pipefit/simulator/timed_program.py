@@ -22,9 +22,10 @@ final class have the same history, by induction over time: whatever a member wai
 to the wait of every other member. (Colour refinement; Paige and Tarjan, 1987.) So the seconds are exactly
 those of a simulation of all devices, to the last bit. All devices are simulated if messages of replicas share
 a wire, as on the way to a host, where one waits for the other; if replicas divide state, or anything moves to
-another place; and for tensor-parallel ranks. But if the only stage has replicas that divide its state, these
-differ by their updates alone, and the slowest represents all. A collective uses every wire for a time that
-depends on its bytes: wires in one class carry the same part of it in all of its ways.
+another place; and for tensor-parallel ranks. But if devices only take part in the same collectives, as
+replicas of an only stage do, and differ by their updates alone, the slowest represents all (`slowest`). A
+collective uses every wire for a time that depends on its bytes: wires in one class carry the same part of it
+in all of its ways.
 """
 
 from __future__ import annotations
@@ -420,18 +421,24 @@ class DeviceReader:
 # ---- All devices
 
 
-def slowest(devices: Mapping[int, TimedDevice], cluster: Cluster) -> dict[int, int]:
-    """Return the device that represents each of these: the slowest of those that run in step.
+def slowest(
+    devices: Mapping[int, TimedDevice], passes: Mapping[int, Hashable], cluster: Cluster
+) -> dict[int, int]:
+    """Return the device that represents each of these.
 
-    They are of one kind, and start the same collectives in the same order and nothing else, as replicas of
-    the only stage do. If they divide state, their updates differ. The slowest ends every action last, so all
-    collectives are ready when it starts them.
+    Devices that start the same collectives in the same order, and nothing else, are represented by the
+    slowest of them: it ends every action last, so all collectives are ready when it starts them. They have
+    equal seconds of `passes`, so these take place at equal times, and only updates end earlier on the others,
+    as on replicas of an only stage that divide its state. Not so on CPU cores, which carry collectives
+    themselves.
     """
+    if cluster.backend == "cpu":
+        return {device: device for device in devices}
     groups = dict[Hashable, list[int]]()
     for device, own in devices.items():
-        in_step = own.started and all(isinstance(begun, Collected) for begun in own.started)
-        kind, started = cluster.devices[device].kind.key, tuple(begun[:2] for begun in own.started)
-        groups.setdefault((kind, started) if in_step else device, []).append(device)
+        collects = own.started and all(isinstance(begun, Collected) for begun in own.started)
+        started = tuple(begun[:2] for begun in own.started)
+        groups.setdefault((passes[device], started) if collects else device, []).append(device)
     result = dict[int, int]()
     for members in groups.values():
         last = max(members, key=lambda device: sum(devices[device].seconds))
