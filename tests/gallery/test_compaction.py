@@ -88,7 +88,7 @@ def assert_as_foretold(name: str, schedule: str) -> None:
     run = train(found, plan_for(found, schedule))
     words = str(describe(found, run.plan))
     simulated, metered = map(any, zip(*excesses(found, run), strict=True))
-    different = unlike(run, plainly(found, run.plan))
+    different = unlike(run, plainly(found, run))
     if not (different or simulated or metered):
         return
     still = train(found, replace(run.plan, decisions=()))
