@@ -5,6 +5,7 @@ devices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from random import Random
@@ -21,7 +22,15 @@ from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled, Parts
-from pipefit.simulator.timed_program import alike
+from pipefit.simulator.timed_program import (
+    COMPUTE,
+    JOIN,
+    POST,
+    Collected,
+    TimedDevice,
+    alike,
+    slowest,
+)
 from pipefit.timing import sum_for_all, ways_of_sum
 from support.known_profiles import profile
 
@@ -184,6 +193,29 @@ def test_the_slowest_of_replicas_that_divide_state_represents_all(seed: int) -> 
     for device in plan.workers:
         assert {*found.forwards_ended(device).values()} <= {*whole.clock.after[device]}
         assert {end for _, end in found.backwards_run(device).values()} <= {*whole.clock.after[device]}
+
+
+@pytest.mark.parametrize(
+    ("passed", "backend", "expected"),
+    [
+        ((1.0, 1.0, 1.0), "cuda", {0: 1, 1: 1, 2: 1}),
+        ((1.0, 2.0, 2.0), "cuda", {0: 0, 1: 1, 2: 1}),  # as of tensor-parallel ranks with slower links
+        ((1.0, 1.0, 1.0), "cpu", {0: 0, 1: 1, 2: 2}),
+    ],
+)
+def test_only_devices_with_equal_passes_are_represented(
+    passed: tuple[float, ...], backend: str, expected: dict[int, int]
+) -> None:
+    """Updates may differ; times of passes are reported for every device, and a core carries collectives."""
+    gather = Collected("gather", 0, 8, 1, (0, 1, 2), (8, 0, 0), reduces=False)
+    timed = {
+        device: TimedDevice(
+            [POST, JOIN, COMPUTE, COMPUTE], [0.0, 0.0, forward, update], [0, 0, -1, -1], [gather]
+        )
+        for device, (forward, update) in enumerate(zip(passed, (1.0, 3.0, 2.0), strict=True))
+    }
+    there = replace(Cluster.parse(BEGINNING + SWITCH.format(rate=1, latency=0)), backend=backend)
+    assert slowest(timed, dict(enumerate(passed)), there) == expected
 
 
 def test_collectives_that_are_ready_at_once_keep_their_order() -> None:
