@@ -662,7 +662,7 @@ class Assembled:
         self._devices = {device: self._read[one] for device, one in stands.items()}
         self._slowest = slowest(
             {device: part.timed for device, part in self._read.items()},
-            {device: part.pass_seconds for device, part in self._read.items()},
+            lambda device: self._read[device].pass_seconds,
             plan.cluster,
         )
         self._stands = {device: self._slowest[one] for device, one in stands.items()}

@@ -422,23 +422,24 @@ class DeviceReader:
 
 
 def slowest(
-    devices: Mapping[int, TimedDevice], passes: Mapping[int, Hashable], cluster: Cluster
+    devices: Mapping[int, TimedDevice], passes: Callable[[int], Hashable], cluster: Cluster
 ) -> dict[int, int]:
     """Return the device that represents each of these.
 
     Devices that start the same collectives in the same order, and nothing else, are represented by the
-    slowest of them: it ends every action last, so all collectives are ready when it starts them. They have
-    equal seconds of `passes`, so these take place at equal times, and only updates end earlier on the others,
-    as on replicas of an only stage that divide its state. Not so on CPU cores, which carry collectives
-    themselves.
+    slowest of them: it ends every action last, so all collectives are ready when it starts them. Their
+    seconds of `passes` are equal, so passes take place at equal times, and only updates end earlier on the
+    others, as on replicas of an only stage that divide its state. Not so on CPU cores, which carry
+    collectives themselves.
     """
     if cluster.backend == "cpu":
         return {device: device for device in devices}
     groups = dict[Hashable, list[int]]()
     for device, own in devices.items():
-        collects = own.started and all(isinstance(begun, Collected) for begun in own.started)
-        started = tuple(begun[:2] for begun in own.started)
-        groups.setdefault((passes[device], started) if collects else device, []).append(device)
+        key: Hashable = device
+        if own.started and all(isinstance(begun, Collected) for begun in own.started):
+            key = passes(device), tuple(begun[:2] for begun in own.started)
+        groups.setdefault(key, []).append(device)
     result = dict[int, int]()
     for members in groups.values():
         last = max(members, key=lambda device: sum(devices[device].seconds))
