@@ -8,6 +8,9 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.lowering import lower, lower_evaluation
+from pipefit.schema.actions import Kind
+from pipefit.schema.decisions import Decision, State, What
+from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.layer_costs import SharedParameter
 from pipefit.schema.plan import Plan
@@ -75,6 +78,23 @@ def test_with_one_bucket_all_parameters_stay_until_the_update() -> None:
     """With one bucket nothing is computed between passes, so all parameters stay until the update."""
     assert drawn(one_stage(buckets=1, microbatches=2)) == (
         "0UNSHARD[0:4] 0WAIT_UNSHARD[0:4] 0F0 0F1 0B0 0B1 0RESHARD[0:4] 0STEP"
+    )
+
+
+def test_owners_have_offloaded_parameters_from_their_gather_to_their_pass() -> None:
+    """Offloaded parameters return before the gather of their own bucket, not before that of another one, and
+    leave after its pass; an update needs them too.
+    """
+    parameters = State(start=1, stop=2, kind="parameters")
+    move = Decision(stage=0, subject=parameters, what=What.OFFLOAD, place=parse_place("host"))
+    actions = lower(replace(one_stage(buckets=4), decisions=(move,))).actions[0]
+    kinds = {Kind.RELOAD, Kind.OFFLOAD, Kind.UNSHARD, Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
+    told = " ".join(str(action) for action in actions if action.kind in kinds and not action.wait)
+    assert told.replace("[1.parameters]@host", "") == (
+        "0UNSHARD[0:1] 0RELOAD 0UNSHARD[1:2] 0F0[0:1] 0UNSHARD[2:3] 0F0[1:2] 0OFFLOAD "
+        "0UNSHARD[3:4] 0F0[2:3] 0F0[3:4] 0UNSHARD[2:3] 0B0[3:4] "
+        "0RELOAD 0UNSHARD[1:2] 0B0[2:3] 0UNSHARD[0:1] 0B0[1:2] 0OFFLOAD 0B0[0:1] "
+        "0STEP[0:1] 0RELOAD 0STEP[1:2] 0OFFLOAD 0STEP[2:4]"
     )
 
 

@@ -17,7 +17,7 @@ A RELOAD starts `ahead` compute actions of the device before its use, and an OFF
 with `ahead=1` the parameters of the next run arrive while this one computes. A state stays between two uses
 if nothing else is computed meanwhile. Forwards and backwards have been cut at the edges of the layers
 (`lowering.passes.recomputation`), so only the layers in use are present. Under ZeRO 3, owners send their
-parameters from an UNSHARD to its join, and need them on the device.
+parameters from the UNSHARD of their bucket to its join, so these stay from there to the bucket's next pass.
 
 Under an asynchronous schedule, gradients move from the first backward after an update to the next update
 (`gradient_moves`), and the newest parameters within every step (`weights_copied`): forwards use them except
@@ -243,7 +243,8 @@ def _needs_state(action: Action) -> bool:
 
 
 def _begins_sum(action: Action) -> bool:
-    return action.kind in COLLECTIVE and not action.wait
+    """Return whether an action starts a collective over gradients."""
+    return action.kind in (Kind.REDUCE, Kind.AGREE) and not action.wait
 
 
 def _kind(decision: Decision) -> str:
