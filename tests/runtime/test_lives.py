@@ -24,6 +24,7 @@ from pipefit.runtime.dry_run import reserved
 from pipefit.runtime.dry_run.lives import LivesMeter
 from pipefit.runtime.dry_run.microbatches import Folding
 from pipefit.runtime.dry_run.reserved import LivesOf
+from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.program import Program
 from pipefit.schema.trace import AllocatorPeaks
@@ -94,14 +95,14 @@ def test_births_and_deaths_are_those_of_the_allocator() -> None:
 
 
 @contextmanager
-def captured() -> Iterator[list[Any]]:
-    """Return the events of every device of the dry run inside, in its order."""
-    seen: list[Any] = []
+def captured() -> Iterator[dict[int, Any]]:
+    """Return the events of every device of the dry run inside, by device."""
+    seen: dict[int, Any] = {}
     original = reserved.allocator_peaks
 
-    def capturing(*args: Any) -> AllocatorPeaks:
-        seen.append(args[3])
-        return original(*args)
+    def capturing(plan: Plan, program: Program, device: int, *others: Any) -> AllocatorPeaks:
+        seen[device] = others[0]
+        return original(plan, program, device, *others)
 
     with mock.patch.object(reserved, "allocator_peaks", capturing):
         yield seen
@@ -126,8 +127,8 @@ def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> 
         trace = certify(wide(), plan, allocator=DEFAULT)
     used = [device for device in trace.devices if device.allocator]
     assert len(used) == len(plan.ranks) == len(events)
-    for device, own in zip(used, events, strict=True):
-        assert highest(own) == device.peak_bytes == device.allocator.requested_bytes
+    for device in used:
+        assert highest(events[device.device]) == device.peak_bytes == device.allocator.requested_bytes
 
 
 def test_what_is_on_the_host_has_no_block() -> None:
@@ -173,8 +174,9 @@ def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> N
         folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
     used = [device for device in folded.devices if device.allocator]
-    for device, own in zip(used, events, strict=True):
-        assert highest(own) == device.peak_bytes
+    assert len(used) == len(plan.ranks) == len(events)
+    for device in used:
+        assert highest(events[device.device]) == device.peak_bytes
 
 
 def test_of_equal_layers_all_are_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -92,19 +93,19 @@ class Shift(nn.Module):
 
 
 class Turns(nn.Module):
-    """A linear layer; every other instance makes a large temporary, which its settings do not show."""
+    """A linear layer; every other instance makes a large temporary, by a setting that equals the others'."""
 
     made = itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self._more = next(self.made) % 2
+        self._zero = 0.0 if next(self.made) % 2 else -0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, 8)."""
         found: Tensor = self.linear(x)
-        if self._more:
+        if math.copysign(1.0, self._zero) < 0:
             x.detach().repeat(64, 1)
         return found
 
