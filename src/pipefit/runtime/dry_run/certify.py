@@ -342,9 +342,8 @@ class Rehearsal:
         lives: Mapping[Account, LivesOf | EndlessLives],
     ) -> Rehearsed:
         """Return the results of a company's devices: their samples, and allocator peaks from their lives."""
-        alike = company.alike and all(own.consistent for own in lives.values())
-        if self.allocator is None:
-            return Rehearsed(samples, {}, fake.unknown.kernels, alike)
+        if self.allocator is None or not company.alike:
+            return Rehearsed(samples, {}, fake.unknown.kernels, company.alike)
         held = Allocators(
             self.plan,
             self.programs[-1],
@@ -354,20 +353,23 @@ class Rehearsal:
         )
         of_devices = {device: own for account, own in lives.items() for device in company.devices_of[account]}
         requested = {device: max(one.total_bytes for one in samples[device]) for device in of_devices}
-        order = sorted(of_devices, key=lambda device: (-requested[device], device)) if alike else []
-        works: dict[int, Callable[[], AllocatorPeaks]] = {
+        order = sorted(of_devices, key=lambda device: (-requested[device], device))
+        works: dict[int, Callable[[], AllocatorPeaks | None]] = {
             device: partial(held.peaks, device, of_devices[device], requested[device]) for device in order
         }
         peaks, refused = dict[int, AllocatorPeaks](), set[Hashable]()
         for device in order:
             if self.each or self.plan.stages_of(device) not in refused:
-                own = peaks[device] = works[device]()
+                own = works[device]()
+                if own is None:
+                    return Rehearsed(samples, {}, fake.unknown.kernels, alike=False)
+                peaks[device] = own
                 if not own.fits:
                     refused.add(self.plan.stages_of(device))
             if device == order[0] and (self.each or not refused):  # mostly the one that needs the most
                 half = order[1 + len(order) // 2 :]
                 works |= zip(half, beside(*(works[one] for one in half), forks=bool(half)), strict=True)
-        return Rehearsed(samples, peaks, fake.unknown.kernels, alike)
+        return Rehearsed(samples, peaks, fake.unknown.kernels)
 
     def _data(
         self, fake: FakeTarget, short: Shortened, microbatches: int

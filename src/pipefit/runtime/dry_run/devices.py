@@ -335,17 +335,18 @@ class Ownership:
         self._runs = runs
         self._names: dict[Hashable, int] = {}
         self._step: list[_Merged] = []
-        self._rest = [run.settled() for run in runs]
+        self._settled = [run.settled() for run in runs]
+        self._rest = self._merged(*self._settled)
 
     def rest(self, owned: frozenset[int]) -> Bytes:
         """Return the bytes of every category before the first step, on a replica that owns these layers."""
-        return self._merged(*self._rest).on(owned).change.after
+        return self._rest.on(owned).change.after
 
     def learn(self, of_runs: Sequence[Sequence[Action]]) -> None:
         """Read the events of all runs in the step that they have ended, which has these actions."""
         told = [run.events(actions) for run, actions in zip(self._runs, of_runs, strict=True)]
         if not self._step:
-            for events, rest in zip(told, self._rest, strict=True):
+            for events, rest in zip(told, self._settled, strict=True):
                 events[0] = [*rest, *events[0]]
         self._step = [self._merged(*both) for both in zip(*told, strict=True)]
         self.alike &= all(run.alike for run in self._runs)

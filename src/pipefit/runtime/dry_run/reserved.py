@@ -10,7 +10,7 @@ microbatches.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -46,17 +46,38 @@ Recorded = Sequence[Excerpt] | Lives  # of one action
 class LivesOf:
     """Lives of one device's storages in the whole program, step by step, from those of the executed
     actions.
+
+    They are only unfolded when they are asked for, because few devices are simulated if one does not fit.
     """
 
     def __init__(self, folding: Folding) -> None:
-        self.consistent = True
-        self.excerpts = list[NamedExcerpt]()
-        self.turns = list[int]()  # positions of events at which a microbatch comes to the first stage
+        self._seen = deque[tuple[int, Sequence[Action], tuple[Recorded, Sequence[Recorded]]]]()
+        self._consistent = True
+        self._excerpts = list[NamedExcerpt]()
+        self._turns = list[int]()
         self._count = 0
         self._repetition = StepEffects[Sequence[Excerpt]](folding)
         self._own = defaultdict[tuple[int, int], set[Hashable]](set)  # by stage, microbatch
         self._copies = defaultdict[Hashable, list[Hashable]](list)  # living, by executed storage
         self._living = set[Hashable]()
+
+    @property
+    def consistent(self) -> bool:
+        """True unless a repetition freed a missing storage, or left one."""
+        self._unfold()
+        return self._consistent
+
+    @property
+    def excerpts(self) -> Sequence[NamedExcerpt]:
+        """All births and deaths so far, in order."""
+        self._unfold()
+        return self._excerpts
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Positions of events at which a microbatch comes to the first stage."""
+        self._unfold()
+        return self._turns
 
     @property
     def events(self) -> list[Event]:
@@ -70,6 +91,20 @@ class LivesOf:
         seen: tuple[Recorded, Sequence[Recorded]],
     ) -> None:
         """Add the lives of one step of all `actions`, from those in the executed ones."""
+        self._seen.append((number, actions, seen))
+
+    def _unfold(self) -> None:
+        """Follow the storages through the steps that have been added since the last time."""
+        while self._seen:
+            self._follow(*self._seen.popleft())
+
+    def _follow(
+        self,
+        number: int,
+        actions: Sequence[Action],
+        seen: tuple[Recorded, Sequence[Recorded]],
+    ) -> None:
+        """Follow the storages through one step."""
         before, of_actions = seen
         whole = list(self._repetition.step(number, actions, [*map(excerpts, of_actions)]))
         for seat, lives in whole:
@@ -83,7 +118,7 @@ class LivesOf:
         for seat, lives in whole:
             if seat.flight in coming:
                 coming.remove(seat.flight)
-                self.turns.append(self._count)
+                self._turns.append(self._count)
             if seat.flight is None:
                 self._ended(lives)
             elif seat.like is None:
@@ -91,7 +126,7 @@ class LivesOf:
                     self._add(NamedExcerpt(excerpt))
             else:
                 self._repeat(number, seat, lives)
-        self.consistent &= not any(self._copies.values())
+        self._consistent &= not any(self._copies.values())
 
     def _ended(self, lives: Sequence[Excerpt]) -> None:
         """Add the lives in an action without a microbatch: storages that die there die in all
@@ -127,10 +162,10 @@ class LivesOf:
             named = NamedExcerpt(Excerpt(others), named.own, named.tag)
         ends = {named.name(name) for _, name in named.excerpt.ends}
         left = {named.name(name) for _, name in named.excerpt.left}
-        self.consistent &= ends <= self._living and self._living.isdisjoint(left)
+        self._consistent &= ends <= self._living and self._living.isdisjoint(left)
         self._living -= ends
         self._living |= left
-        self.excerpts.append(named)
+        self._excerpts.append(named)
         self._count += len(named.excerpt.events)
 
 
@@ -171,6 +206,10 @@ class RepeatedLives(Protocol):
     """Lives of one device's storages in all steps."""
 
     @property
+    def consistent(self) -> bool:
+        """True unless a repetition freed a missing storage, or left one."""
+
+    @property
     def excerpts(self) -> Sequence[NamedExcerpt]:
         """All births and deaths in order."""
 
@@ -199,11 +238,13 @@ class Allocators:
         self._known: dict[Hashable, AllocatorPeaks] = {}
         self._lifetimes: dict[Hashable, Lifetimes] = {}  # by lives and lent arenas
 
-    def peaks(self, device: int, lives: RepeatedLives, requested: int) -> AllocatorPeaks:
-        """Return the peaks of a device with these lives and its lent arenas.
+    def peaks(self, device: int, lives: RepeatedLives, requested: int) -> AllocatorPeaks | None:
+        """Return the peaks of a device with these lives and its lent arenas; None if they are inconsistent.
 
         The device's meter has counted `requested` bytes.
         """
+        if not lives.consistent:
+            return None
         plan, program, lent = self._plan, self._program, lent_events(self._arenas, device)
         if (lives, *lent) not in self._lifetimes:
             turns = [len(lent) + turn for turn in lives.turns]
