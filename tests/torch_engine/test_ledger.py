@@ -19,7 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.memory import receive_buffers, receives_ahead
 from pipefit.schema.cluster import Cluster
-from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, SavedTensors, What
 from pipefit.schema.devices import parse_place
 from pipefit.schema.grids import Grid, Sharding
 from pipefit.schema.json_io import save
@@ -252,6 +252,49 @@ def test_tensors_at_the_host_free_the_device() -> None:
     moving = replace(plan, decisions=(moves,))
     kept, less = (pipefit.certify_pipeline(task, one).peak_bytes[0] for one in (plan, moving))
     assert less < kept
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    ("split", "recompute", "tensors"),
+    [
+        ((6,), (), ((1, 0),)),  # two layers save its storage
+        ((6,), (), ((1, 0), (5, 0))),
+        ((6,), (), ((0, 0), (3, 0))),  # the first one is the input of the stage
+        ((6,), (0, 2), ((2, 0), (3, 0))),
+        ((1, 5), (), ((2, 0), (4, 0))),
+        ((1, 5), (1, 2), ((2, 0),)),
+        ((1, 5), (3, 5), ((1, 0), (5, 0))),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [ALL_MICROBATCHES, Microbatches(1, 2, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b"])
+def test_moves_within_a_pass(
+    split: tuple[int, ...],
+    recompute: tuple[int, ...],
+    tensors: tuple[tuple[int, int], ...],
+    microbatches: Microbatches,
+    schedule: str,
+) -> None:
+    """The engine moves storages with the passes of all layers that save them, also in the last stage.
+
+    A copy on the device is freed before the gradient of a bias is summed, unlike a saved tensor.
+    """
+    moves = Decision(
+        stage=len(split) - 1,
+        subject=SavedTensors(tensors=tensors),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+        microbatches=microbatches,
+    )
+    again = [
+        Decision(stage=len(split) - 1, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
+        for start, stop in [recompute] * bool(recompute)
+    ]
+    plan = plan_of(some_layers(), split, size=8, microbatches=4, schedule=schedule)
+    moving = replace(plan, decisions=(moves, *again))
+    bias = 96 * 4
+    assert all(dry <= ledger <= dry + bias for dry, ledger in certified_and_simulated(some_layers(), moving))
 
 
 def own_tensors(plan: Plan, layers: Iterable[int]) -> Iterator[tuple[int, int]]:

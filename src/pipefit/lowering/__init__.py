@@ -28,7 +28,7 @@ from pipefit.lowering.passes.recomputation import (
     recompute_decisions,
     recomputed_microbatches,
 )
-from pipefit.lowering.passes.torch_engine import check_for_torch, runs_gpipe
+from pipefit.lowering.passes.torch_engine import check_for_torch, moves_of_stage, runs_gpipe
 from pipefit.lowering.schedules import Compute, Endless, Schedule, computes
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "lower_drain",
     "lower_evaluation",
     "lower_for_torch",
+    "moves_of_stage",
     "pass_of",
     "period",
     "rank_programs",

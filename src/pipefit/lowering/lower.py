@@ -33,7 +33,7 @@ from pipefit.lowering.passes.communication import communicated
 from pipefit.lowering.passes.offload import Bundles, bundles_of, copied
 from pipefit.lowering.passes.recomputation import recomputed
 from pipefit.lowering.passes.state_offload import brought_in, states_copied
-from pipefit.lowering.passes.torch_engine import as_run, check_for_torch, exchanged, fully_sharded
+from pipefit.lowering.passes.torch_engine import as_run, check_for_torch, exchanged, fully_sharded, moves_of
 from pipefit.lowering.passes.updates import check_changed_weights, updated
 from pipefit.lowering.schedules import Compute, Endless, Order, Schedule, computes
 from pipefit.lowering.schedules.pipedream import pipedream, two_buffered
@@ -211,9 +211,12 @@ def lower_for_torch(plan: Plan) -> Program:
         UsageError: torch's engine cannot run the plan; or as `lower`.
     """
     check_for_torch(plan)
-    count, run = plan.training.microbatches, as_run(plan)
+    count, run, moves = plan.training.microbatches, as_run(plan), moves_of(plan)
+    bundles = tuple(dict.fromkeys(one for of in moves.values() for one, _ in of if len(one) > 1))
+    exchange = partial(exchanged, moves=moves, bundles=bundles)
     ranks, finish = range(len(plan.ranks)), partial(fully_sharded, plan=plan)
-    return _program(plan, count, *_synchronous(run, count, ranks, exchange=exchanged, finish=finish))
+    of_devices, _ = _synchronous(run, count, ranks, exchange=exchange, finish=finish)
+    return _program(plan, count, of_devices, bundles)
 
 
 def lower_drain(plan: Plan, *, entered: int, steps: int | None = None, smaller: Smaller = ()) -> Program:

@@ -188,12 +188,16 @@ def _copied_bytes(storages: StageStorages, instance: int) -> int:
 
 
 class Forward(NamedTuple):
-    """A forward: its positions, whether it is a recomputation, and whether it saves."""
+    """A forward: its positions, whether it is a recomputation, whether it saves, and what it moves.
+
+    Storages in `moved` are at the host when their layer has ended.
+    """
 
     first: int
     end: int
     again: bool
     saves: bool
+    moved: frozenset[int] = frozenset()
 
 
 def _given(storages: StageStorages, piece: Piece) -> Iterator[tuple[int, ...]]:
@@ -247,7 +251,8 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         for instance in values if is_loss and storages.buffered else ():
             working.hold(instance, holders.sending)  # until the backward
         outputs = () if is_loss or stops else outputs_of(layer, values, shift)
-        for instance in _instances(layer, layer.saves, given, shift) if way.saves else ():
+        saves = [number for number in layer.saves if number not in way.moved] if way.saves else ()
+        for instance in _instances(layer, saves, given, shift):
             working.hold(instance, holders.saved(position))
         for instance in outputs:
             working.hold(instance, holders.value)
@@ -311,13 +316,15 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
         above += _waiting(storages, position + 1, bears) - waited
         working.gather(position + 1, above)
         above += added + left + storages.copied_gradient_bytes
+        inputs, back = _with_returned(storages, position, given[position], piece.moved)
+        for instance in back:
+            working.hold(instance, mine)
         for span in spans:
-            gone = _released(layer, span, given[position])
+            gone = _released(layer, span, inputs)
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
-        for instance in _instances(
-            layer, [n for n in layer.saves if n not in layer.lasts], given[position], shift
-        ):
+        own = [number for number in layer.saves if number not in layer.lasts and number not in piece.moved]
+        for instance in (*_instances(layer, own, inputs, shift), *back):
             working.drop(instance, mine)
         born += cost.gradient_bytes - added if bears(position) else 0
     for position in range(piece.first, piece.end):
@@ -332,6 +339,18 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
         working.reach(travelling - entry + grown + storages.made_gradient_bytes)
         travelling = storages.sent_gradient_bytes
     return grown, travelling - entry
+
+
+def _with_returned(
+    storages: StageStorages, position: int, given: tuple[int, ...], moved: frozenset[int]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Return a layer's inputs, with the instances that return from the host, and all that return."""
+    layer, shift = storages.layers[position], 2 * len(storages.sizes)
+    inputs = tuple(
+        shift + number if number in moved else instance
+        for number, instance in zip(layer.inputs, given, strict=True)
+    )
+    return inputs, [shift + number for number in layer.saves if number in moved]
 
 
 def _released(layer: LayerStorages, span: Span, given: tuple[int, ...]) -> set[int]:

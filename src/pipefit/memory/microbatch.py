@@ -280,7 +280,7 @@ class Flights:
         The effect is None if the bytes do not change.
 
         Args:
-            moved: for an OFFLOAD or RELOAD, the saved tensors that it moves.
+            moved: the saved tensors that an OFFLOAD or RELOAD moves, or that move within a forward.
             is_first: for a backward, whether it is the step's first for its layers and so allocates their
                 gradients; or, if
             replicas divide gradients, the layers whose gradients it allocates.
@@ -410,7 +410,9 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     values, cut = inputs, end if saves else _recomputed_end(transition, first, end)
     if not saves:
         values = _keep_inputs(transition, first, cut, end)
-    pieces, waiting = [Piece(first, cut, not saves, inputs)], _waiting_outputs(transition, first, values)
+    moved = frozenset(map(transition.storages.storage, transition.moved))
+    pieces = [Piece(first, cut, not saves, inputs, moved=moved)]
+    waiting = _waiting_outputs(transition, first, values)
     cuts = {first, cut, end}
     if end == transition.storages.count and (waiting or cut < end):
         cuts.add(end - 1)
@@ -419,7 +421,7 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
         if start == cut:
             pieces.append(Piece(cut, end, False, values))
         transition.working.level += above
-        way = Forward(start, stop, again=False, saves=saves or start >= cut)
+        way = Forward(start, stop, again=False, saves=saves or start >= cut, moved=moved)
         values = run_forward(transition.working, way, values)
         transition.working.level -= above
     if not (saves or transition.storages.runs_again(first, cut)):

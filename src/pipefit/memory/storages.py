@@ -414,6 +414,14 @@ class StageStorages:
             if number in layer.saves
         )
 
+    def named_in(self, layer: int) -> dict[int, list[Subject]]:
+        """Return the saved tensors of a layer that can be offloaded, by their storages."""
+        result = dict[int, list[Subject]]()
+        for subject, number in self._named.items():
+            if subject.layer == layer:
+                result.setdefault(number, []).append(subject)
+        return result
+
     @cached_property
     def _named(self) -> dict[Subject, int]:
         result: dict[Subject, int] = {}
@@ -630,7 +638,8 @@ def _gradient(
 #
 # A recomputation makes new storages, and those of the first forward may still exist: the output of a
 # recomputed run may wait for the next layer meanwhile. Therefore *instances* of storages are held. In a stage
-# of n storages, instance s is storage s of the first forward, and n + s that of the recomputation.
+# of n storages, instance s is storage s of the first forward, and n + s that of the recomputation. Instance
+# 2n + s is what the backward of a layer gets back of a storage that moved within its forward.
 #
 # Holders that each action adds and removes:
 #
@@ -661,6 +670,7 @@ class Piece(NamedTuple):
     inputs: tuple[int, ...]
     again: bool = False  # it has been recomputed
     copies: tuple[int, ...] = ()  # of the inputs, on which the recomputation worked
+    moved: frozenset[int] = frozenset()  # storages that its layers move to the host within the pass
 
 
 class Whereabouts(StrEnum):

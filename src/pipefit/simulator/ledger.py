@@ -124,6 +124,7 @@ class Ledger:
         self._gathering = {n: Gathering(s.sharded) for n, s in stages.items() if s.sharded is not None}
         self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
+        self._moved_within = _moved_within(program.actions[device], program, stages)
         self.placed: list[
             Action
         ] = []  # actions of one step at which the use of memory elsewhere starts or ends
@@ -145,6 +146,7 @@ class Ledger:
             flight = stage, microbatch
             residency = flights.get(flight)
             usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in self._incomplete
+            usual = usual and flight not in self._moved_within
             if residency is not None and usual and kind not in counted:  # its effect is cached
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
@@ -272,6 +274,10 @@ class Ledger:
                 self._states[action.stage].conditions.check_here(action, layers, newest=newest)
                 self._gathered[action.stage].check(action, range(*layers))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
+            if moved and stage.storages.buffered:
+                return None  # the passes have the effects of moves within them
+            if action.kind is Kind.FORWARD:
+                moved = self._moved_within.get(key, ())
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
             is_first = action.kind is Kind.BACKWARD and self._bears_gradients(action, stage)
@@ -483,6 +489,18 @@ class Ledger:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(f"device {self._device}: {reason}")
+
+
+def _moved_within(
+    actions: Iterable[Action], program: UncheckedProgram, stages: Mapping[int, StageCost]
+) -> dict[tuple[int, int | None], tuple[Subject, ...]]:
+    """Return the saved tensors that buffered stages move in a pass, by stage and microbatch."""
+    result = dict[tuple[int, int | None], tuple[Subject, ...]]()
+    for action in actions:
+        if action.kind is Kind.OFFLOAD and not action.wait and stages[action.stage].storages.buffered:
+            key = action.stage, action.microbatch
+            result[key] = result.get(key, ()) + program.moved(action)
+    return result
 
 
 # ---- Readings

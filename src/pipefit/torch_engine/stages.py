@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.capture import ChainLayer, Task, Values, constants
 from pipefit.errors import UsageError
+from pipefit.lowering import moves_of_stage
+from pipefit.memory import StageStorages
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
     apart,
@@ -30,7 +32,7 @@ from pipefit.runtime import (
     naming_changes,
     working_copies,
 )
-from pipefit.schema.decisions import Run, SavedTensors, What
+from pipefit.schema.decisions import Run, What
 from pipefit.schema.layer_costs import Value
 from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import Loan, TensorShard
@@ -87,11 +89,11 @@ class StageModule(nn.Module):
         microbatches = range(plan.training.microbatches)
         self._pieces = [tuple(self._pieces_of(microbatch)) for microbatch in microbatches]
         self._moves: list[dict[int, set[int]]] = [{} for _ in microbatches]  # saved tensors by layer
-        for decision in plan.decisions_of(stage, What.OFFLOAD):
-            moved = decision.subject.tensors if isinstance(decision.subject, SavedTensors) else ()
-            for microbatch in (one for one in microbatches if one in decision.microbatches):
-                for number, index in moved:
-                    self._moves[microbatch].setdefault(number, set()).add(index)
+        storages = StageStorages.of(plan, stage)
+        for moves, own in zip(self._moves, moves_of_stage(plan, stage), strict=True):
+            for subject in (subject for subjects, _ in own for subject in subjects):
+                same = storages.named_in(subject.layer)[storages.storage(subject)]
+                moves.setdefault(subject.layer, set()).update(int(one.what) for one in same)
         changing = [self._costs[number].mutates_inputs for number in range(self.start, self.stop)]
         if is_last := stage == len(plan.stages) - 1:
             changing.append(plan.measured(stage).loss.mutates_inputs)

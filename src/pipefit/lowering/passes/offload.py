@@ -290,10 +290,7 @@ def _positions(
         action = timeline.actions[number]
         holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
         if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
-            raise UsageError(
-                f"{decision}: layer {users.last_saver} is also recomputed for microbatch {microbatch}; do "
-                "only one of both"
-            )
+            raise recomputed_too(decision, users.last_saver, microbatch)
         if action.kind in FORWARDS:
             forward = number
         starts = (
@@ -302,6 +299,13 @@ def _positions(
         if starts or (holds and action.kind is Kind.BACKWARD):
             needed.append(number)
     return forward, tuple(needed)
+
+
+def recomputed_too(decision: Decision, layer: int, microbatch: int) -> UsageError:
+    """Return the error for tensors of a decision that this layer, which is recomputed, saves."""
+    return UsageError(
+        f"{decision}: layer {layer} is also recomputed for microbatch {microbatch}; do only one of both"
+    )
 
 
 def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:

@@ -11,21 +11,27 @@ keep every handle until the end of the step.
 
 Since torch 2.15, outputs stay until they are sent: under 1F1B until F[m+1] has ended or a backward begins,
 under GPipe until all forwards have ended, and in orders that run as actions until B[m] has ended.
+
+Saved tensors move within the pass of their layer: an OFFLOAD after F[m] and a RELOAD before B[m] have the
+time of its copies, and the passes have their effects in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from pipefit.errors import UsageError
 from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.communication import begins, ends, receives_of, sends_of
+from pipefit.lowering.passes.offload import Bundles, named, recomputed_too, subjects_of
 from pipefit.lowering.schedules import Order
-from pipefit.memory import drops_early, receives_ahead
-from pipefit.schema.actions import COMPUTE, FORWARDS, Action, Kind
-from pipefit.schema.decisions import SavedTensors, What
-from pipefit.schema.devices import MemberKind
+from pipefit.memory import StageStorages, drops_early, receives_ahead
+from pipefit.schema.actions import COMPUTE, FORWARDS, Action, Kind, Subject
+from pipefit.schema.decisions import Decision, Run, SavedTensors, What
+from pipefit.schema.devices import MemberKind, Place
 from pipefit.schema.layer_costs import LayerCost
 from pipefit.schema.plan import Plan
 
@@ -103,8 +109,8 @@ def runs_gpipe(plan: Plan) -> bool:
     return len(plan.ranks) == len(plan.stages) and plan.training.schedule == "gpipe"
 
 
-def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
-    """Yield the actions of one device: its compute actions, and the loads and messages around them."""
+def exchanged(order: Order, plan: Plan, slices: Slices, moves: Moves, bundles: Bundles) -> Iterator[Action]:
+    """Yield the actions of one device: its compute actions, and the loads, messages and moves around them."""
     stages = {action.stage for action in order}
     for stage in sorted(stages & {0, len(plan.stages) - 1}):
         for microbatch in range(plan.training.microbatches):
@@ -115,7 +121,10 @@ def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
         for receive in receives_of(action, plan, slices):
             yield receive
             yield receive.join
+        copies = list(_copies(action, moves, bundles))
+        yield from copies if action.kind is Kind.BACKWARD else ()
         yield action
+        yield from copies if action.kind is Kind.FORWARD else ()
         over = _over(action, plan)
         if over is None:
             continue
@@ -126,6 +135,18 @@ def exchanged(order: Order, plan: Plan, slices: Slices) -> Iterator[Action]:
             yield from (send.join for send in held.pop(key, ()))
     for sent in held.values():
         yield from (send.join for send in sent)
+
+
+def _copies(action: Action, moves: Moves, bundles: Bundles) -> Iterator[Action]:
+    """Yield the copies of saved tensors in a forward or a backward, each with its join."""
+    own, kind = moves.get((action.stage, action.microbatch), ()), Kind.OFFLOAD
+    if action.kind is Kind.BACKWARD:
+        own, kind = own[::-1], Kind.RELOAD
+    for subjects, place in own:
+        if action.layers is None or action.layers[0] <= subjects[0].layer < action.layers[1]:
+            copy = Action(kind, action.stage, action.microbatch, None, named(subjects, bundles), place)
+            yield copy
+            yield copy.join
 
 
 def _over(action: Action, plan: Plan) -> Pass | None:
@@ -173,6 +194,94 @@ def _dropped_by_1f1b(over: Pass, done: set[Pass], plan: Plan) -> Iterator[Pass]:
         yield Kind.FORWARD, stage, microbatch - 1
 
 
+# ---- Saved tensors that move to the host
+
+Move = tuple[tuple[Subject, ...], Place]  # saved tensors of one layer, one for each storage
+Moves = dict[tuple[int, int | None], list[Move]]  # by stage and microbatch
+
+
+def moves_of(plan: Plan) -> Moves:
+    """Return the moves of all stages on torch's engine.
+
+    Raises:
+        UsageError: a decision moves tensors that are recomputed, or that the stage does not keep.
+    """
+    numbers = range(plan.training.microbatches)
+    stages = sorted({decision.stage for decision in plan.decisions if decision.what is What.OFFLOAD})
+    return {
+        (stage, number): moves
+        for stage in stages
+        for number, moves in zip(numbers, moves_of_stage(plan, stage), strict=True)
+    }
+
+
+def moves_of_stage(plan: Plan, stage: int) -> list[list[Move]]:
+    """Return the moves of a stage on torch's engine, for each microbatch.
+
+    Each layer that saves a storage of a decision moves it. Storages that the engine or a recomputation keeps
+    on the device do not move, because their copies would only add to them.
+
+    Raises:
+        UsageError: a decision moves tensors that are recomputed, or that the stage does not keep.
+    """
+    storages = StageStorages.of(plan, stage)
+    decisions = *plan.decisions_of(stage, What.OFFLOAD), *plan.decisions_of(stage, What.RECOMPUTE)
+    known = dict[tuple[bool, ...], list[Move]]()
+    result = list[list[Move]]()
+    for microbatch in range(plan.training.microbatches):
+        key = tuple(microbatch in decision.microbatches for decision in decisions)
+        if key not in known:
+            known[key] = _moves(storages, list(compress(decisions, key)), microbatch)
+        result.append(known[key])
+    return result
+
+
+def _moves(storages: StageStorages, decisions: Sequence[Decision], microbatch: int) -> list[Move]:
+    """Return the moves of a microbatch by these decisions, in the order of the layers.
+
+    Raises:
+        UsageError: a decision moves tensors that are recomputed, or that the stage does not keep.
+    """
+    runs = [decision.subject for decision in decisions if isinstance(decision.subject, Run)]
+    again = {layer for run in runs for layer in range(run.start, run.stop)}
+    places = dict[int, Place]()
+    for decision in decisions:
+        for subject in subjects_of(decision.subject) if isinstance(decision.subject, SavedTensors) else ():
+            if (saver := max(storages.savers(subject))) in again:
+                raise recomputed_too(decision, saver, microbatch)
+            assert decision.place is not None
+            places.setdefault(storages.storage(subject), decision.place)
+    named_in = {n: storages.named_in(n) for n in range(storages.start, storages.stop) if n not in again}
+    kept = _kept_anyway(storages, runs, named_in)
+    result = list[Move]()
+    for named_storages in named_in.values():
+        moved = {storage: subjects[0] for storage, subjects in named_storages.items() if storage not in kept}
+        by_place = defaultdict[Place, list[Subject]](list)
+        for storage in moved.keys() & places.keys():
+            by_place[places[storage]].append(moved[storage])
+        result += [(tuple(sorted(subjects)), place) for place, subjects in by_place.items()]
+    return result
+
+
+def _kept_anyway(
+    storages: StageStorages, runs: Sequence[Run], named_in: Mapping[int, Mapping[int, Sequence[Subject]]]
+) -> set[int]:
+    """Return the storages that stay on the device: others than layers with moves hold them too.
+
+    The engine holds inputs of a stage until the backward, and outputs of the last stage, before torch 2.15
+    of all stages. A recomputation holds its inputs. Autograd's hooks do not see some saved tensors.
+    """
+    layers, count = storages.layers, storages.stop - storages.start
+    result = {*storages.input_storages, *storages.target_storages}
+    if storages.last or receives_ahead():
+        result.update(*(layer.saves for layer in layers[count:]), layers[count - 1].outputs)
+    for run in runs:
+        result.update(storages.values(run.start - storages.start))
+    for layer, subjects in named_in.items():
+        result.update(set(layers[layer - storages.start].saves) - subjects.keys())
+    return result
+
+
 # ---- Replicas that divide gradients or parameters, by FSDP2
 #
 # A pass gathers the parameters that are not on the device, layer by layer, within itself: an UNSHARD with its
@@ -185,7 +294,7 @@ _PASSES = COMPUTE - {Kind.STEP}
 
 
 def as_run(plan: Plan) -> Plan:
-    """Return the plan as torch's engine runs it: recomputations start with their backward.
+    """Return the plan as torch's engine runs it, without moves: recomputations start with their backward.
 
     Stages that FSDP2 divides are as if each replica had all of their state.
     """
@@ -194,6 +303,7 @@ def as_run(plan: Plan) -> Plan:
         decisions=tuple(
             replace(decision, ahead=0) if decision.what is What.RECOMPUTE else decision
             for decision in plan.decisions
+            if decision.what is not What.OFFLOAD
         ),
         stages=tuple(
             replace(stage, grid=replace(stage.grid, shard="none", buckets=1))
