@@ -22,7 +22,7 @@ from pipefit.runtime import certify
 from pipefit.runtime.dry_run import certify as dry_run
 from pipefit.runtime.dry_run import reserved
 from pipefit.runtime.dry_run.lives import LivesMeter
-from pipefit.runtime.dry_run.microbatches import Folding
+from pipefit.runtime.dry_run.microbatches import Folding, Seating
 from pipefit.runtime.dry_run.reserved import LivesOf
 from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
@@ -208,9 +208,9 @@ def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
     """
     program = program_of(found)
     assert Folding.of(program).like[0, 2] == 1
-    lives = LivesOf(Folding.of(program))
+    lives = LivesOf()
     in_run = {"0F1": ((1, 100), (2, 7)), "0B1": ((1, 0),), "0STEP": ((2, 0),)}
-    lives.step(0, program.actions[0], seen_in(program, in_run))
+    lives.step(Seating(Folding.of(program)).step(0, program.actions[0]), *seen_in(program, in_run))
     assert lives.consistent
     assert lives.events == [
         (1, 100), (2, 7), ((1, 0, 2), 100), ((2, 0, 2), 7), (1, 0), ((1, 0, 2), 0), (2, 0), ((2, 0, 2), 0)
@@ -227,8 +227,8 @@ def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
 def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any) -> None:
     """A microbatch that frees another's storage, or leaves a storage, cannot stand for others."""
     program = program_of(found)
-    lives = LivesOf(Folding.of(program))
-    lives.step(0, program.actions[0], seen_in(program, in_run))
+    lives = LivesOf()
+    lives.step(Seating(Folding.of(program)).step(0, program.actions[0]), *seen_in(program, in_run))
     assert not lives.consistent
 
 

@@ -30,7 +30,7 @@ from pipefit.runtime.dry_run.asynchronous import Effects, EndlessLives, fewer, l
 from pipefit.runtime.dry_run.devices import Account, Company, Kin, casts, kin, unlike_layers
 from pipefit.runtime.dry_run.layers import RepeatedMeter, Shortened
 from pipefit.runtime.dry_run.lives import LivesMeter, OwningMeter
-from pipefit.runtime.dry_run.microbatches import Folding, Unfolding, shortened
+from pipefit.runtime.dry_run.microbatches import Folding, Seated, Seating, Unfolding, shortened
 from pipefit.runtime.dry_run.reserved import Allocators, LivesOf, overheads
 from pipefit.runtime.engine.assembly import assemble
 from pipefit.runtime.engine.execution import run_in_turn
@@ -312,10 +312,9 @@ class Rehearsal:
         """
         runners, company = self._company(fake, short, together)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
-        unfoldings = {
-            account: Unfolding(folding, account.rest, account.stand) for account in company.devices_of
-        }
-        lives = {account: LivesOf(folding) for account in company.devices_of if self.allocator}
+        seatings = {account.run: Seating(folding, account.stand) for account in company.devices_of}
+        unfoldings = {account: Unfolding(account.rest) for account in company.devices_of}
+        lives = {account: LivesOf() for account in company.devices_of if self.allocator}
         samples = company.no_samples
         for step in range(self.steps):
             few = folding.later if step else folding.first
@@ -323,13 +322,17 @@ class Rehearsal:
             executed = program if program.endless else short.program  # asynchronous steps are whole
             run_in_turn(runners, data, wanted, program=shortened(executed, few))
             company.learn(shortened(program, few))
+            seated = dict[tuple[int, ...], Seated]()
             for account, (first, *others) in company.devices_of.items():
-                result = list(unfoldings[account].step(step, program.actions[first], account.changes))
+                if account.run not in seated:
+                    seated[account.run] = seatings[account.run].step(step, program.actions[first])
+                seats, actions = seated[account.run], program.actions[first]
+                result = list(unfoldings[account].step(seats, actions, account.changes))
                 samples[first] += result
                 for other in others:
                     samples[other] += _named(result, program.actions[other])
                 if self.allocator:
-                    lives[account].step(step, program.actions[first], (account.before, account.lives))
+                    lives[account].step(seats, account.before, account.lives)
         alike = all(unfolding.alike for unfolding in unfoldings.values())
         ran = self._told(fake, samples, company, lives)
         return ran._replace(alike=ran.alike and alike)

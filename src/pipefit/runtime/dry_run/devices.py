@@ -508,11 +508,13 @@ Owned = frozenset[int]  # layers
 class Account(Protocol):
     """The memory of equal devices. `rest` are the bytes of every category before the first step.
 
+    Accounts of equal `run`, the devices that are run for them, have equal actions.
     `changes` are the effects of the last step's actions: of all its actions, or of those that are executed
     and for which `stand` has others. With lives, `before` are those before these actions, and `lives` those
     in each.
     """
 
+    run: tuple[int, ...]
     rest: Bytes
     stand: StandIn
     changes: list[BytesChange]
@@ -526,8 +528,8 @@ class Account(Protocol):
 class Measured:
     """The account of a device that is run."""
 
-    def __init__(self, meter: RepeatedMeter, stand: StandIn) -> None:
-        self._meter, self.rest, self.stand = meter, meter.level, stand
+    def __init__(self, run: tuple[int, ...], meter: RepeatedMeter, stand: StandIn) -> None:
+        self.run, self._meter, self.rest, self.stand = run, meter, meter.level, stand
         self.changes, self.lives = list[BytesChange](), list[Sequence[Excerpt]]()
         self.before: Sequence[Excerpt] = ()
 
@@ -542,8 +544,8 @@ class Measured:
 class PutTogether:
     """The account of a device that owns these layers, composed from one or two runs, which learn first."""
 
-    def __init__(self, ownership: Ownership, owned: Owned) -> None:
-        self._ownership, self._owned, self.rest = ownership, owned, ownership.rest(owned)
+    def __init__(self, run: tuple[int, ...], ownership: Ownership, owned: Owned) -> None:
+        self.run, self._ownership, self._owned, self.rest = run, ownership, owned, ownership.rest(owned)
         self.changes, self.lives = list[BytesChange](), list[Sequence[Excerpt]]()
         self.before: Sequence[Excerpt] = ()
         self.stand = ALL_LAYERS
@@ -614,10 +616,12 @@ class Company:
             if owning:
                 ownership = Ownership(*(AllLayers(meter, short) for meter in owning))
                 self._ownerships[cast.run] = ownership
-                self.devices_of |= {PutTogether(ownership, owned): own for owned, own in cast.devices.items()}
+                self.devices_of |= {
+                    PutTogether(cast.run, ownership, owned): own for owned, own in cast.devices.items()
+                }
             else:
                 (devices,) = cast.devices.values()
-                self.devices_of[Measured(meters[cast.run[0]], short.stand)] = devices
+                self.devices_of[Measured(cast.run, meters[cast.run[0]], short.stand)] = devices
 
     def learn(self, program: UncheckedProgram) -> None:
         """Read the results of a finished step, whose actions on all layers `program` has."""

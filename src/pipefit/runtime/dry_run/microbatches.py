@@ -9,8 +9,9 @@ always run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipefit.schema.actions import Action, Kind
@@ -112,50 +113,81 @@ def _itself(action: Action) -> None:
 ALL_LAYERS = StandIn(_itself, _itself, _itself)
 
 
+class Seated(NamedTuple):
+    """The actions of step `number` in order, each with the step and position of the effect that it has.
+
+    Positions are among the executed actions of a step. `twins` are pairs of positions in this step whose
+    effects must be equal.
+    """
+
+    number: int
+    seats: Sequence[tuple[Seat, int, int]]
+    twins: Sequence[tuple[int, int]]
+
+
+class Seating:
+    """The executed actions whose effects all actions have, step after step, on equal devices."""
+
+    def __init__(self, folding: Folding, stand: StandIn = ALL_LAYERS) -> None:
+        self._folding, self._stand = folding, stand
+        self._known: dict[tuple[Action, int], tuple[int, int]] = {}  # step and position, of the first time
+
+    def step(self, number: int, actions: Sequence[Action]) -> Seated:
+        """Return the seats of all actions of the next step; an equal action may come later in the program."""
+        ran = self._folding.later if number else self._folding.first
+        every = list(numbered(actions))
+        executed = [
+            key
+            for key in every
+            if (key[0].microbatch is None or key[0].microbatch in ran) and self._stand.instead(key[0]) is None
+        ]
+        known = {key: (number, position) for position, key in enumerate(executed)}
+        self._known = known | self._known
+        twins = [
+            (position, known[twin, key[1]][1])
+            for position, key in enumerate(executed)
+            if (twin := self._stand.twin(key[0])) is not None
+        ]
+        seats = [self._seat(key, known, ran) for key in every]
+        return Seated(number, seats, twins)
+
+    def _seat(
+        self, key: tuple[Action, int], known: Mapping[tuple[Action, int], tuple[int, int]], ran: Set[int]
+    ) -> tuple[Seat, int, int]:
+        """Return an action's seat, and the step and position of its effect."""
+        action, occurrence = key
+        flight = _flight(action)
+        if key in known:
+            return Seat(flight, None), *known[key]
+        instead = self._stand.instead(action) or action
+        if flight is None or action.microbatch in ran:
+            return Seat(flight, None), *known[instead, occurrence]
+        like = self._folding.like[flight]
+        return Seat(flight, like), *self._known[instead._replace(microbatch=like), occurrence]
+
+
 class StepEffects(Generic[T]):
-    """The effects of all actions of a step, from those of the executed actions.
+    """The effects of all actions of one device, from those of the executed actions.
 
     `alike` turns False if an action and its twin have different effects.
     """
 
-    def __init__(self, folding: Folding, stand: StandIn = ALL_LAYERS) -> None:
+    def __init__(self) -> None:
         self.alike = True
-        self._folding, self._stand = folding, stand
-        self._known: dict[tuple[Action, int], T] = {}
+        self._seen = list[Sequence[T]]()  # by step
 
-    def step(self, number: int, actions: Sequence[Action], seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
-        """Yield every action of step `number` in order, with its effect or that of an equal action.
-
-        The equal action may come later in the program.
-        """
-        ran, left = self._folding.later if number else self._folding.first, iter(seen)
-        every = list(numbered(actions))
-        known = {
-            (action, occurrence): next(left)
-            for action, occurrence in every
-            if (action.microbatch is None or action.microbatch in ran) and self._stand.instead(action) is None
-        }
-        assert next(left, None) is None, "every executed action has an effect"
-        self._known = known | self._known
-        for (action, occurrence), effect in known.items():
-            twin = self._stand.twin(action)
-            self.alike &= twin is None or known.get((twin, occurrence)) == effect
-        for action, occurrence in every:
-            microbatch, flight = action.microbatch, _flight(action)
-            if (action, occurrence) in known:
-                yield Seat(flight, None), known[action, occurrence]
-            elif flight is None or microbatch in ran:
-                yield Seat(flight, None), known[self._stand.instead(action) or action, occurrence]
-            else:
-                like, instead = self._folding.like[flight], self._stand.instead(action) or action
-                yield Seat(flight, like), self._known[instead._replace(microbatch=like), occurrence]
+    def step(self, seated: Seated, seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
+        """Yield the seat and effect of every action of the next step, from those `seen` in it."""
+        self._seen.append(seen)
+        self.alike &= all(seen[one] == seen[other] for one, other in seated.twins)
+        return ((seat, self._seen[step][position]) for seat, step, position in seated.seats)
 
 
 class Unfolding:
     """Memory of one device in the whole program, step by step, from that in the shortened program."""
 
-    def __init__(self, folding: Folding, rest: Bytes, stand: StandIn = ALL_LAYERS) -> None:
-        self._repetition = StepEffects[BytesChange](folding, stand)
+    def __init__(self, rest: Bytes) -> None:
+        self._repetition = StepEffects[BytesChange]()
         self._level = rest
 
     @property
@@ -164,16 +196,16 @@ class Unfolding:
         return self._repetition.alike
 
     def step(
-        self, number: int, actions: Sequence[Action], measured: Sequence[BytesChange]
+        self, seated: Seated, actions: Sequence[Action], measured: Sequence[BytesChange]
     ) -> Iterator[MemorySample]:
         """Yield the memory samples of one step, from the measured changes of the executed actions.
 
         The time of a sample is its position in the program.
         """
-        changes = self._repetition.step(number, actions, measured)
+        changes = self._repetition.step(seated, measured)
         for position, (action, (_, change)) in enumerate(zip(actions, changes, strict=True)):
             peak: Any = plus(self._level, change.at_peak)
-            yield MemorySample(step=number, action=str(action), seconds=float(position), bytes=peak)
+            yield MemorySample(step=seated.number, action=str(action), seconds=float(position), bytes=peak)
             self._level = plus(self._level, change.after)
 
 
@@ -192,4 +224,6 @@ def _flight(action: Action) -> tuple[int, int] | None:
 
 def plus(one: Bytes, other: Iterable[int], times: int = 1) -> Bytes:
     """Add `other` so many `times` to an amount, category by category."""
+    if times == 1:
+        return tuple(map(add, one, other))
     return tuple(a + times * b for a, b in zip(one, other, strict=True))

@@ -27,8 +27,7 @@ from pipefit.memory import (
     with_enough,
 )
 from pipefit.runtime.dry_run.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
-from pipefit.runtime.dry_run.microbatches import Folding, Seat, StepEffects
-from pipefit.schema.actions import Action
+from pipefit.runtime.dry_run.microbatches import Seat, Seated, StepEffects
 from pipefit.schema.devices import Member, Overheads
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
@@ -50,13 +49,13 @@ class LivesOf:
     They are only unfolded when they are asked for, because few devices are simulated if one does not fit.
     """
 
-    def __init__(self, folding: Folding) -> None:
-        self._seen = deque[tuple[int, Sequence[Action], tuple[Recorded, Sequence[Recorded]]]]()
+    def __init__(self) -> None:
+        self._seen = deque[tuple[Seated, Recorded, Sequence[Recorded]]]()
         self._consistent = True
         self._excerpts = list[NamedExcerpt]()
         self._turns = list[int]()
         self._count = 0
-        self._repetition = StepEffects[Sequence[Excerpt]](folding)
+        self._repetition = StepEffects[Sequence[Excerpt]]()
         self._own = defaultdict[tuple[int, int], set[Hashable]](set)  # by stage, microbatch
         self._copies = defaultdict[Hashable, list[Hashable]](list)  # living, by executed storage
         self._living = set[Hashable]()
@@ -84,29 +83,18 @@ class LivesOf:
         """All births and deaths so far."""
         return [event for named_excerpt in self.excerpts for event in named_excerpt.events]
 
-    def step(
-        self,
-        number: int,
-        actions: Sequence[Action],
-        seen: tuple[Recorded, Sequence[Recorded]],
-    ) -> None:
-        """Add the lives of one step of all `actions`, from those in the executed ones."""
-        self._seen.append((number, actions, seen))
+    def step(self, seated: Seated, before: Recorded, of_actions: Sequence[Recorded]) -> None:
+        """Add the lives of one step, from those before it and in its executed actions."""
+        self._seen.append((seated, before, of_actions))
 
     def _unfold(self) -> None:
         """Follow the storages through the steps that have been added since the last time."""
         while self._seen:
             self._follow(*self._seen.popleft())
 
-    def _follow(
-        self,
-        number: int,
-        actions: Sequence[Action],
-        seen: tuple[Recorded, Sequence[Recorded]],
-    ) -> None:
+    def _follow(self, seated: Seated, before: Recorded, of_actions: Sequence[Recorded]) -> None:
         """Follow the storages through one step."""
-        before, of_actions = seen
-        whole = list(self._repetition.step(number, actions, [*map(excerpts, of_actions)]))
+        whole = list(self._repetition.step(seated, [*map(excerpts, of_actions)]))
         for seat, lives in whole:
             if seat.flight is not None and seat.like is None:
                 for excerpt in lives:
@@ -125,7 +113,7 @@ class LivesOf:
                 for excerpt in lives:
                     self._add(NamedExcerpt(excerpt))
             else:
-                self._repeat(number, seat, lives)
+                self._repeat(seated.number, seat, lives)
         self._consistent &= not any(self._copies.values())
 
     def _ended(self, lives: Sequence[Excerpt]) -> None:
