@@ -155,14 +155,14 @@ class AllLayers:
         layer = event.layer
         if layer is not None:
             layer = self._layer(layer, at, number)
-        own = event.at and event.at._replace(number=self._renumbered(event.at, at, number))
+        own = event.at and Execution(event.at.repeat, self._renumbered(event.at, at, number))
         return LifeEvent((what, about, count), layer, event.deltas, event.taken, lives, own)
 
     def _name(self, name: StorageName, at: Execution | None, number: int) -> StorageName:
         maker = name.maker
         if maker is None:
             return name
-        return name._replace(maker=maker._replace(number=self._renumbered(maker, at, number)))
+        return StorageName(Execution(maker.repeat, self._renumbered(maker, at, number)), name.rest)
 
     def _layer(self, layer: int, at: Execution | None, number: int) -> int:
         """Return the number of an executed layer among all, as seen from execution `number` of all."""
