@@ -6,12 +6,15 @@ import re
 from dataclasses import replace
 from functools import cache
 from math import comb
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipefit.errors import UsageError
 from pipefit.planner import plan
+from pipefit.planner.open_choices import chosen_from
+from pipefit.planner.problem import Degree
 from pipefit.report.plan import describe_plan, stage_table, told_sharing
 from pipefit.report.show import text
 from pipefit.schema.cluster import Cluster
@@ -78,6 +81,18 @@ def test_one_arrangement_was_searched() -> None:
         plan(profile(alike(4)), devices(AMPLE, AMPLE), batch_size=8, microbatches=8, schedule="1f1b", data=1)
     )
     assert "1 of these arrangements was searched." in shown
+
+
+def test_stages_of_any_degrees_are_of_any_number() -> None:
+    """If stages may have any degrees, all numbers of stages up to the most are named, not only eighths."""
+    space: Any = SimpleNamespace(stages=(2, 4, 6, 8, 10, 12, 14, 16), schedules=("1f1b",))
+    assert chosen_from(space, [4], [Degree(1, 1)], 3) == (
+        "It is chosen from 2, 4, 6, 8, 10, 12, 14 or 16 stages, microbatches of 4 samples and schedule 1f1b; "
+        "3 of these arrangements were searched."
+    )
+    assert chosen_from(space, [4], [Degree(1, 1), Degree(2, 1)], 0) == (
+        "It is chosen from 1 to 16 stages of 1 or 2 replicas, microbatches of 4 samples and schedule 1f1b."
+    )
 
 
 def test_how_devices_share_stages_is_said() -> None:

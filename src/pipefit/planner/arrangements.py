@@ -85,6 +85,7 @@ class Trials:
         }
         self._bounds: list[float] = []  # of all examined arrangements
         self._least: dict[int, Least] = {}  # lower bounds for plans of any degrees, by microbatch size
+        self._least_seconds: dict[tuple[int, int], float] = {}  # by microbatch size and devices
         self._replicas: dict[
             tuple[int, Degree], Question
         ] = {}  # of one replica, of any schedule and number of stages
@@ -362,16 +363,16 @@ class Trials:
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
         """Return whether the devices suffice for an arrangement, and it may be the fastest on them."""
-        used, least = (
-            arrangement.stages * arrangement.degree.devices,
-            self._least.get(arrangement.microbatch_size),
-        )
+        used, size = arrangement.stages * arrangement.degree.devices, arrangement.microbatch_size
         there = used <= len(self.space.question.cluster.devices)
-        return there and (least is None or self._may_win(least.seconds(used)))
+        return there and (size not in self._least or self._may_win(self._least_of(size, used)))
 
-    def _least_of(self, size: int) -> float:
-        """Return the lower bound of all plans of a size, in seconds."""
-        return self._least[size].seconds(len(self.space.question.cluster.devices))
+    def _least_of(self, size: int, devices: int | None = None) -> float:
+        """Return the lower bound of all plans of a size on this number of devices, by default all of them."""
+        devices = devices or len(self.space.question.cluster.devices)
+        if (size, devices) not in self._least_seconds:
+            self._least_seconds[size, devices] = self._least[size].seconds(devices)
+        return self._least_seconds[size, devices]
 
     def _look_at(self, arrangement: Arrangement) -> None:
         """Search an arrangement briefly, if it may be the fastest and can be carried out."""

@@ -42,7 +42,7 @@ from pipefit.schema.plan import Objective, Plan
 from pipefit.schema.training import Training
 from pipefit.simulator import Assembled, Parts
 from pipefit.simulator.assembled import assembled
-from pipefit.timing import Group
+from pipefit.timing import Group, Line
 
 # ---- Simulations of the splits of one question, whose stages may have several devices
 
@@ -110,6 +110,7 @@ class Simulations:
         self._before: dict[
             Degree, dict[object, StageSeconds]
         ] = {}  # seconds before each edge, by kind of device
+        self._halves: dict[tuple[int, ...], tuple[Line, ...]] = {}  # of collectives, by replicas
         self._parts_of: dict[Training, Parts] = {}
 
     def share_of(self, work: int) -> int:
@@ -252,7 +253,9 @@ class Simulations:
             tables.gradients,
             *([tables.gathered] if grid.shard == "parameters" and grid.buckets > 1 else ()),
         ]
-        halves = Group.of(self.question.cluster, replicas).halves
+        if (key := tuple(replicas)) not in self._halves:
+            self._halves[key] = Group.of(self.question.cluster, replicas).halves
+        halves = self._halves[key]
         return sum(float(together_seconds(halves, each[start, stop])) for each in nbytes)
 
     def _parts(self, question: Question) -> Parts:

@@ -367,14 +367,18 @@ def counts_of(most: int) -> tuple[int, ...]:
 
 
 def chosen_from(space: Space, sizes: Sequence[int], degrees: Sequence[Degree], searched: int) -> str:
-    """Return a sentence about the space of the choice and the number of searched arrangements."""
+    """Return a sentence about the space of the choice and the number of searched arrangements.
+
+    Plans whose stages have any degrees have any number of stages.
+    """
     replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
     on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
     on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
-    known = f"{searched} of these arrangements {'was' if searched == 1 else 'were'}"
+    stages = range(1, max(space.stages) + 1) if on and len(space.stages) > 1 else space.stages
+    known = f"; {searched} of these arrangements {'was' if searched == 1 else 'were'} searched"
     return (
-        f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of "
-        f"{_listed(sizes, 'sample')} and schedule {' or '.join(space.schedules)}; {known} searched."
+        f"It is chosen from {_listed(stages, 'stage')}{on}, microbatches of "
+        f"{_listed(sizes, 'sample')} and schedule {' or '.join(space.schedules)}{known if searched else ''}."
     )
 
 
