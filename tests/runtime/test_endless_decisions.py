@@ -323,7 +323,7 @@ def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str
     ]
     peaks = {plan.split: max(Simulation(plan).peak_bytes) for plan in splits}
     plan = next(
-        lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (3, 5, 5))
+        lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (4, 4, 5))
     )
     cap = max(Simulation(plan).peak_bytes)
     assert all(peak > 1.05 * cap for peak in peaks.values())
