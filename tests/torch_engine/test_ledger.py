@@ -225,6 +225,15 @@ def test_recomputations_start_with_their_backward(schedule: str) -> None:
     assert all(dry == ledger for dry, ledger in certified_and_simulated(some_layers(), plan))
 
 
+@pytest.mark.parametrize("split", [(6,), (3, 3)])
+def test_gradient_norms_are_freed_before_the_update(split: tuple[int, ...]) -> None:
+    """The norms of all stages are a tensor on each device only until gradients are clipped."""
+    task = replace(some_layers(), optimizer=ADAM)
+    plan = plan_of(task, split, size=8, microbatches=2)
+    plan = replace(plan, training=replace(plan.training, clip_norm=0.5))
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
 NORMS = 512  # bytes of gradient norms, and of loss scaling
 
 

@@ -347,10 +347,7 @@ class EngineRank:
             if replicas is not None and not self.plan.stages[stage].grid.divides_gradients:
                 _sum(self._owned(stage), replicas, some_absent=some_absent)
         if self.agreement is not None:
-            total = self.agreement.contribution(self._device)
-            with lent(total) as (vector,):
-                dist.all_reduce(vector)
-            self.agreement.conclude(total)
+            self._agree(self.agreement)
         for stage, updates in self.updates.items():
             module = self.modules[stage]
             seed_update(self._device, self._draws.seed, self._draws.step, 0, module.start)
@@ -359,6 +356,13 @@ class EngineRank:
             if share is not None:
                 self._send_parameters(stage)
         self._draws.step += 1
+
+    def _agree(self, agreement: Agreement) -> None:
+        """Clip the gradients by their norm over all stages, and decide whether this step is skipped."""
+        total = agreement.contribution(self._device)
+        with lent(total) as (vector,):
+            dist.all_reduce(vector)
+        agreement.conclude(total)
 
     def _send_parameters(self, stage: int) -> None:
         """Send the parameters of a stage from the replicas that have updated them to the others."""
