@@ -150,7 +150,7 @@ def test_recomputation_starts_late(
     task = task_of(layers, outputs=4)
     again = Decision(stage=stage, subject=Run(start=run[0], stop=run[1]), what=What.RECOMPUTE)
     plan = replace(plan_of(task, split, size=8, microbatches=3, schedule=schedule), decisions=(again,))
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 class Rectified(nn.Module):
@@ -182,7 +182,7 @@ def test_gradients_in_buffers_that_a_layer_passes_on() -> None:
     """The layer before one that passes the gradient of its output on receives it in the buffer, too."""
     task = replace(odd_layers("linear", "norm", "every other", "detached", "linear"), loss=mean_of_all)
     plan = plan_of(task, (4, 1), size=2, microbatches=3)
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 @pytest.mark.sample(4)
@@ -194,7 +194,7 @@ def test_values_that_the_loss_never_uses(split: tuple[int, ...], schedule: str, 
     task = odd_layers("linear", "tanh", "fork", "tanh", "linear")
     options = {"microbatches": 3, "schedule": schedule, "recompute": recompute}
     plan = plan_of(task, split, size=4, **options)
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 @pytest.mark.sample(2)
@@ -204,7 +204,7 @@ def test_recomputed_layers_that_save_nothing(split: tuple[int, ...], schedule: s
     """`torch.utils.checkpoint` keeps no inputs for them, and does not run them again."""
     task = odd_layers("linear", "dropout", "fork", "flip", "linear")
     plan = plan_of(task, split, size=4, microbatches=3, schedule=schedule, recompute="always")
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 def test_outputs_that_are_copies_of_inputs() -> None:
@@ -212,7 +212,7 @@ def test_outputs_that_are_copies_of_inputs() -> None:
     task = odd_layers("linear", "fork", "relu in place", "flip", "linear")
     again = Decision(stage=1, subject=Run(start=2, stop=3), what=What.RECOMPUTE)
     plan = replace(plan_of(task, (2, 3), size=4, microbatches=3, schedule="1f1b"), decisions=(again,))
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -240,10 +240,10 @@ NORMS = 512  # bytes of gradient norms, and of loss scaling
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [*range(1, 11), *range(12, 40)])  # 11 has no plan
 def test_random_plans(seed: int) -> None:
-    """Steady peaks of random plans without decisions are equal but for gradient norms and loss scaling."""
+    """Peaks of random plans without decisions are equal but for gradient norms and loss scaling."""
     task, plan = engine_case(seed)
     plan = replace(plan, decisions=())
-    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan))
 
 
 # ---- Replicas that divide gradients or parameters
@@ -365,13 +365,10 @@ def divided_plan(
 def test_divided_state_to_the_byte(
     shard: Sharding, split: tuple[int, ...], schedule: str, microbatches: int, options: dict[str, Any]
 ) -> None:
-    """Gathers, reductions and parts of every tensor are those of FSDP2, also with several stages on a device.
-
-    The first step's dry run adds the states of random generators.
-    """
+    """Gathers, reductions and parts of every tensor are those of FSDP2, also with several stages on a device."""
     task = uneven_layers()
     plan = divided_plan(task, split, shard, schedule=schedule, microbatches=microbatches, **options)
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 def frozen(*shape: int, weight_only: bool = False) -> nn.Linear:
@@ -410,7 +407,7 @@ def test_frozen_parameters_with_divided_state(
 
     task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
     plan = divided_plan(task, split, shard, microbatches=microbatches)
-    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
 def test_recomputation_that_no_backward_needs() -> None:
@@ -421,7 +418,7 @@ def test_recomputation_that_no_backward_needs() -> None:
 
     task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
     plan = divided_plan(task, (3, 3), "parameters", microbatches=3, recompute="always")
-    assert all(dry <= ledger <= 1.03 * dry for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry <= ledger <= 1.03 * dry for dry, ledger in certified_and_simulated(task, plan))
 
 
 def test_state_of_parameters_without_gradients() -> None:
@@ -432,7 +429,7 @@ def test_state_of_parameters_without_gradients() -> None:
 
     task = task_of(layers, inputs=16, outputs=5, optimizer=ADAM)
     plan = divided_plan(task, (4, 1), "gradients", microbatches=2, data=4)
-    assert all(dry <= ledger <= dry + 1024 for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(dry <= ledger <= dry + 1024 for dry, ledger in certified_and_simulated(task, plan))
 
 
 @pytest.mark.parametrize("recompute", ["always", "stages"])
@@ -441,7 +438,7 @@ def test_recomputation_with_divided_state(recompute: Recompute) -> None:
     task = uneven_layers()
     options = {"schedule": "gpipe", "microbatches": 3, "recompute": recompute}
     divided, whole = (
-        [dry - ledger for dry, ledger in certified_and_simulated(task, plan)[1::2]]
+        [dry - ledger for dry, ledger in certified_and_simulated(task, plan)]
         for plan in (divided_plan(task, (4, 4), shard, **options) for shard in ("parameters", "none"))
     )
     assert divided == whole
@@ -450,12 +447,12 @@ def test_recomputation_with_divided_state(recompute: Recompute) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", [seed for seed in range(59) if seed not in (7, 16, 30, 42, 52)])  # no plan
 def test_random_divided_plans(seed: int) -> None:
-    """Steady peaks, with the tolerance of whole replicas; FSDP2 also fills in gradients that no loss has."""
+    """Peaks, with the tolerance of whole replicas; FSDP2 also fills in gradients that no loss has."""
     task, plan = divided_case(seed)
     plan = replace(plan, decisions=())
     if any(value.unused for cost in plan.measurement.costs for value in cost.outputs):
         pytest.skip("values without gradients")
-    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan)[1::2])
+    assert all(abs(ledger - dry) <= NORMS for dry, ledger in certified_and_simulated(task, plan))
 
 
 def test_seconds_of_divided_state() -> None:

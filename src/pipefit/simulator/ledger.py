@@ -9,6 +9,7 @@ clock is needed: allocations depend only on the order of the program. Cost: half
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple, NoReturn
 
 from pipefit.errors import UsageError
@@ -503,6 +504,13 @@ def _moved_within(
     return result
 
 
+def _begun(actions: Sequence[Action], effects: Effects, nbytes: int) -> Effects:
+    """Return a step's effects with `nbytes` for a moment, after it has loaded its data."""
+    loads = sum(1 for _ in takewhile(lambda action: action.kind is Kind.LOAD, actions))
+    before = [one for one in effects if one[0] < loads]
+    return [*before, (max(loads - 1, 0), effect(peak_bytes=nbytes)), *effects[len(before) :]]
+
+
 # ---- Readings
 
 
@@ -525,10 +533,11 @@ def reading(
     *,
     steps: int,
     distinct: int,
+    beginning: int = 0,
 ) -> LedgerReading:
     """Return the reading of a device with these stages for `steps` steps; at most `distinct` of them differ.
 
-    The last of the programs repeats.
+    The last of the programs repeats. The first step has `beginning` more bytes until its data is loaded.
 
     Raises:
         UsageError: an action uses a tensor or state that does not exist at that time.
@@ -543,4 +552,6 @@ def reading(
         result.append(ledger.read_again(actions, result[-1]) if result else ledger.read(actions))
     settled = not endless or steps < distinct
     assert settled or before == ledger.state, "the last differing step leaves the state unchanged"
+    if beginning and stages:
+        result[0] = _begun(programs[0].actions[device], result[0], beginning)
     return LedgerReading(result, ledger.placed, away)

@@ -51,6 +51,8 @@ from pipefit.simulator.ledger import (
 from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, DeviceReader, TimedProgram
 from pipefit.texts import counted
 
+_GENERATOR = 5056  # bytes of the state of torch's generator for CPUs
+
 
 def simulate(
     plan: Plan, *, program: Program | None = None, steps: int | None = None, engine: Engine = "pipefit"
@@ -94,8 +96,8 @@ class Simulation:
         costs: Costs | None = None,
         engine: Engine = "pipefit",
     ) -> None:
-        self.plan, is_torch = plan, engine == "torch"
-        if is_torch and program is None:
+        self.plan, self._is_torch = plan, engine == "torch"
+        if self._is_torch and program is None:
             program = lower_for_torch(plan)
         if program is not None and program.endless:
             raise UsageError(
@@ -107,7 +109,7 @@ class Simulation:
         self._programs = step_programs(plan) if program is None else (program,)  # the last one repeats
         self.program = self._programs[-1]
         _check(plan, self._programs[0], self.steps)
-        costs = costs or Costs.of(plan, buffered=is_torch)
+        costs = costs or Costs.of(plan, buffered=self._is_torch)
         self._stages = [
             {device: costs.of_device(plan, number, device, there) for device in there}
             for number, there in enumerate(self.program.placement)
@@ -229,8 +231,13 @@ class Simulation:
     @cached_property
     def _readings(self) -> list[LedgerReading]:
         """Ledger reading of every device."""
-        how = {"steps": self.steps, "distinct": self._distinct}
+        how = {"steps": self.steps, "distinct": self._distinct, "beginning": self._beginning}
         return [reading(device, self._of_device(device), self._programs, **how) for device in self._devices]
+
+    @property
+    def _beginning(self) -> int:
+        """Bytes of the generator's state, which torch's engine keeps while it prepares the first step."""
+        return _GENERATOR if self._is_torch and self.plan.profile.assumptions.target == "cpu" else 0
 
     # ---- Memory
 
