@@ -185,6 +185,15 @@ def test_gradients_in_buffers_that_a_layer_passes_on() -> None:
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
+@pytest.mark.parametrize("layer", ["sum", "joined"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_gradient_of_several_inputs(schedule: str, layer: str) -> None:
+    """The engine sends the gradient of a sum once for each addend, and needs a copy for all but one."""
+    task = odd_layers("linear", "copied halves", layer, "linear")
+    plan = plan_of(task, (2, 2), size=4, microbatches=3, schedule=schedule)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("recompute", ["never", "always", "stages"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -501,8 +501,15 @@ class StageStorages:
 
     @cached_property
     def made_gradient_bytes(self) -> int:
-        """The bytes of input gradients that are copied to be sent, because they are not contiguous."""
-        return sum(g.nbytes for g in self._present(0) if not g.contiguous) if self.start else 0
+        """The bytes of input gradients that are copied to be sent.
+
+        These are not contiguous, or torch's engine accumulates one gradient in several inputs.
+        """
+        if not self.start:
+            return 0
+        whole = [g for g in self._present(0) if g.contiguous and g.nbytes == self._gradient_sizes[g.storage]]
+        again = sum(g.nbytes for g in whole) - sum(self._gradient_sizes[s] for s in {g.storage for g in whole})
+        return sum(g.nbytes for g in self._present(0) if not g.contiguous) + again * self.buffered
 
     def gradients(self, boundary: int) -> int:
         """Return the bytes of the value gradients at a boundary; the first stage's inputs have none."""
