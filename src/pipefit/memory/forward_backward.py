@@ -251,8 +251,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         for instance in values if is_loss and storages.buffered else ():
             working.hold(instance, holders.sending)  # until the backward
         outputs = () if is_loss or stops else outputs_of(layer, values, shift)
-        saves = [number for number in layer.saves if number not in way.moved] if way.saves else ()
-        for instance in _instances(layer, saves, given, shift):
+        for instance in _instances(layer, _kept(storages, layer, way), given, shift):
             working.hold(instance, holders.saved(position))
         for instance in outputs:
             working.hold(instance, holders.value)
@@ -264,6 +263,22 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         values = outputs
     working.gather(way.end)
     return values
+
+
+def _kept(storages: StageStorages, layer: LayerStorages, way: Forward) -> Iterable[int]:
+    """Return the storages that a layer saves in a forward."""
+    if way.saves:
+        return [number for number in layer.saves if number not in way.moved]
+    return layer.unseen if storages.buffered else ()
+
+
+def drop_unseen(working: Working, first: int, end: int) -> None:
+    """Drop tensors that autograd's hooks do not see, which the graph of a recomputation has held."""
+    storages = working.storages
+    for position in range(first, end):
+        layer = storages.layers[position]
+        gone = [number + len(storages.sizes) for number in layer.unseen - layer.seen]
+        working.drop_from(gone, working.holders.saved(position))
 
 
 def outputs_of(layer: LayerStorages, values: tuple[int, ...], shift: int = 0) -> tuple[int, ...]:
@@ -306,6 +321,10 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if piece.again else 0
     given = dict(enumerate(_given(storages, piece), start=piece.first))
+    passes = [(given, shift)]
+    if piece.again and storages.buffered:  # the first forward keeps tensors that autograd's hooks do not see
+        before = enumerate(_given(storages, piece._replace(again=False, copies=())), start=piece.first)
+        passes.append((dict(before), 0))
     entry, waited, born = storages.arrived_gradients(piece.end), _waiting(storages, piece.end, bears), 0
     for position in reversed(range(piece.first, piece.end)):
         layer = storages.layers[position]
@@ -324,13 +343,15 @@ def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
         own = [number for number in layer.saves if number not in layer.lasts and number not in piece.moved]
-        for instance in (*_instances(layer, own, inputs, shift), *back):
-            working.drop(instance, mine)
+        for values, of_pass in passes:
+            working.drop_from(_instances(layer, own, values[position], of_pass), mine)
+        working.drop_from(back, mine)
         born += cost.gradient_bytes - added if bears(position) else 0
     for position in range(piece.first, piece.end):
         layer = storages.layers[position]
-        for instance in _instances(layer, layer.lasts, given[position], shift):
-            working.drop(instance, holders.saved(position))
+        for values, of_pass in passes:
+            lasts = _instances(layer, layer.lasts, values[position], of_pass)
+            working.drop_from(lasts, holders.saved(position))
     grown, travelling = (
         born + _waiting(storages, piece.first, bears) - waited,
         storages.gradients(piece.first),

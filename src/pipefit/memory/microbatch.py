@@ -18,6 +18,7 @@ from pipefit.memory.forward_backward import (
     Working,
     buffer_copies,
     copy_inputs,
+    drop_unseen,
     outputs_of,
     run_backward,
     run_forward,
@@ -566,6 +567,8 @@ def _run_again(transition: Transition, piece: Piece) -> tuple[int, ...]:
     values = run_forward(transition.working, Forward(first, end, again=True, saves=True), values)
     for instance in values:
         transition.working.drop(instance, transition.holders.value)
+    if transition.storages.buffered:
+        drop_unseen(transition.working, first, end)
     return copies
 
 

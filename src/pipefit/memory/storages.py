@@ -133,6 +133,8 @@ class LayerStorages(NamedTuple):
     inputs: tuple[int, ...]  # one for every input value; values may share one
     saves: tuple[int, ...]  # storages that its backward needs, each once
     lasts: frozenset[int]  # storages among them that are freed only after the backward of the whole piece
+    seen: frozenset[int]  # storages among them that autograd's hooks see
+    unseen: frozenset[int]  # storages among them of tensors that they do not see
     saved_inputs: tuple[int, ...]  # numbers of the inputs whose storages are among them
     outputs: tuple[int, ...]  # one for every output value
 
@@ -310,9 +312,14 @@ class StageStorages:
             self._saved_places.append(places)
             saves = tuple(dict.fromkeys(places.values()))
             lasts = frozenset(places[origin] for origin in lasting_storages)
+            held = [tensor for tensor in cost.saved if tensor.origin in places]
+            seen, unseen = (
+                frozenset(places[tensor.origin] for tensor in held if cost.sees(tensor) is which)
+                for which in (True, False)
+            )
             values = tuple(self._find(origin, made, inputs) for origin in cost.output_origins)
             saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
-            layers.append(LayerStorages(cost, inputs, saves, lasts, saved_inputs, values))
+            layers.append(LayerStorages(cost, inputs, saves, lasts, seen, unseen, saved_inputs, values))
         return tuple(layers)
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
@@ -451,9 +458,9 @@ class StageStorages:
             return end
         for position in reversed(range(first, end)):
             cost = self.costs[position]
-            if cost.stopped_peak_bytes is None:
+            if cost.by_value:
                 return end
-            if any(not (tensor.hidden or tensor.lasting) for tensor in cost.saved):
+            if any(map(cost.sees, cost.saved)):
                 return position
         return first - 1
 
@@ -507,9 +514,10 @@ class StageStorages:
         """
         if not self.start:
             return 0
-        whole = [g for g in self._present(0) if g.contiguous and g.nbytes == self._gradient_sizes[g.storage]]
-        again = sum(g.nbytes for g in whole) - sum(self._gradient_sizes[s] for s in {g.storage for g in whole})
-        return sum(g.nbytes for g in self._present(0) if not g.contiguous) + again * self.buffered
+        present, sizes = self._present(0), self._gradient_sizes
+        users = Counter(g.storage for g in present if g.contiguous and g.nbytes == sizes[g.storage])
+        again = sum((count - 1) * sizes[storage] for storage, count in users.items())
+        return sum(g.nbytes for g in present if not g.contiguous) + again * self.buffered
 
     def gradients(self, boundary: int) -> int:
         """Return the bytes of the value gradients at a boundary; the first stage's inputs have none."""
@@ -654,7 +662,7 @@ def _gradient(
 # receives does
 #     F[a:b]                every layer holds its saved tensors, and drops the values that it read
 #     N[a:b]                holds the inputs and copies of buffers that feed back, for recomputation, and
-# saves nothing
+# saves nothing; on torch's engine, layers hold tensors that autograd's hooks do not see
 #     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops
 # its outputs
 #     B[a:b]                every layer, from the last to the first, drops its saved tensors; then copies are

@@ -686,6 +686,15 @@ class LayerCost:
         return tuple(dict.fromkeys(s.origin for s in self.saved if s.origin.kind in ("own", "input")))
 
     @property
+    def by_value(self) -> bool:
+        """True if values decide which tensors are saved, or if an older profile does not say."""
+        return self.stopped_peak_bytes is None
+
+    def sees(self, saved: SavedTensor) -> bool:
+        """Return whether autograd's hooks see a saved tensor."""
+        return not saved.lasting and (not saved.hidden or self.by_value)
+
+    @property
     def saved_inputs(self) -> tuple[int, ...]:
         """The numbers of the inputs whose storages the saved tensors hold."""
         return tuple(o.index for o in self.saved_storages if o.kind == "input")

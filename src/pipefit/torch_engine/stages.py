@@ -238,13 +238,23 @@ class Loss:
         return loss * (self.weight * self.scale)
 
 
-class _NamingStage(PipelineStage):
-    """A stage whose backward names layers and microbatch if a saved tensor has been changed in place."""
+class _Stage(PipelineStage):
+    """A stage whose backward names layers and microbatch if a saved tensor has been changed in place.
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    It frees the graph, in which custom functions may keep tensors: the schedule holds the loss to the end of
+    the step.
+    """
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         assert isinstance(self.submod, StageModule)
+        outputs = self.fwd_cache[bwd_chunk_id][0] if self.is_first and self.is_last else ()
         with naming_changes(bwd_chunk_id, self.submod.start, self.submod.stop):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        for tensor in (*outputs, *([] if loss is None else [loss])):
+            if tensor.grad_fn is not None and not tensor._is_view():
+                tensor.detach_()
 
 
 def pipeline_stage(
@@ -254,7 +264,7 @@ def pipeline_stage(
     costs = plan.measured(stage).costs
     place, is_first, is_last = plan.stages[stage], stage == 0, stage == len(plan.stages) - 1
     inputs, outputs = costs[place.start].inputs, costs[place.stop - 1].outputs
-    return _NamingStage(
+    return _Stage(
         module,
         stage,
         len(plan.stages),
