@@ -169,6 +169,7 @@ def _resident(pipeline: Any) -> int:
     """Return the bytes of everything on the device before the first step."""
     modules = [part for stage in pipeline.stages for part in stage.submod.modules()]
     tensors = [t for module in modules for t in _tensors(module)]
+    tensors += [t for stage in pipeline.stages for t in stage.submod.copies.tensors]  # of weights
     loss = pipeline.schedule._loss_fn
     tensors += (
         [t for t in vars(loss).values() if isinstance(t, Tensor)] if not hasattr(loss, "__code__") else []

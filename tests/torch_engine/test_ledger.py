@@ -186,6 +186,21 @@ def test_tensors_that_hooks_do_not_see(split: tuple[int, ...], schedule: str, re
     assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_copies_of_weights_for_autocast(schedule: str, recompute: Recompute) -> None:
+    """All microbatches share one half-precision copy of each weight, which `torch.autocast` would make anew."""
+    task = replace(some_layers(), precision="mixed-bfloat16", loss=mse_of_floats)
+    options = {"microbatches": 6, "schedule": schedule, "recompute": recompute}
+    plan = plan_of(task, (3, 3), size=8, **options)
+    assert all(dry == ledger for dry, ledger in certified_and_simulated(task, plan))
+
+
+def mse_of_floats(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error in float32."""
+    return F.mse_loss(outputs.float(), targets.float())
+
+
 class Rectified(nn.Module):
     """A residual block that saves its output, which its backward needs first."""
 

@@ -299,10 +299,12 @@ class EngineRank:
         """Every tensor on the device between steps, before the first step."""
         layers = [layer for module in self.modules.values() for layer in module.chain_layers]
         others = [t for layer in layers for t in (*layer.module.buffers(), *constants(layer.module))]
+        copies = [tensor for module in self.modules.values() for tensor in module.copies.tensors]
         losses = [] if self.loss is None else [self.loss.losses]
         return [
             *map(local_part, self.parameters),
             *others,
+            *copies,
             *losses,
             *(local_part(t) for u in self.updates.values() for t in u.state_here()),
         ]

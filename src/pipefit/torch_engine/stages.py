@@ -23,6 +23,7 @@ from pipefit.lowering import moves_of_stage
 from pipefit.memory import StageStorages
 from pipefit.own_loop import HostTensors
 from pipefit.runtime import (
+    WeightCopies,
     apart,
     check_elementwise,
     cut,
@@ -30,6 +31,7 @@ from pipefit.runtime import (
     layer_seeds,
     may_be_absent,
     naming_changes,
+    using,
     working_copies,
 )
 from pipefit.schema.decisions import Run, What
@@ -38,6 +40,8 @@ from pipefit.schema.plan import Plan
 from pipefit.tensor_parallel import Loan, TensorShard
 from pipefit.torch_internals import without_dispatch_modes
 from pipefit.torch_internals.pipelining import wait_for
+
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +62,8 @@ class Draws:
 class StageModule(nn.Module):
     """The layers of one stage: tensors of the stage before, or inputs of the model, to a tensor or several.
 
-    Carries out the plan's decisions: it recomputes runs of layers, and moves saved tensors to the host.
+    Carries out the plan's decisions: it recomputes runs of layers, and moves saved tensors to the host. All
+    microbatches share `copies` of weights for autocast, unless replicas divide the weights.
 
     Args:
         layers: the layers, on the device.
@@ -77,9 +82,13 @@ class StageModule(nn.Module):
         self.parts = nn.ModuleList(layer.module for layer in layers)
         self.chain_layers, self._draws, self._host = tuple(layers), draws, host
         self._anchor = torch.empty(0, device=draws.device, requires_grad=True)
+        whole = [] if place.grid.divides_gradients else layers  # FSDP2 replaces the weights in each pass
+        self.copies = WeightCopies(whole, self._costs[self.start : self.stop], self.start)
         self._calls = [
-            (number, layer.caller(), self._costs[number].mutates_inputs, self._costs[number].unused_outputs)
-            for number, layer in enumerate(layers, start=self.start)
+            (number, layer.caller(), layer.autocast, cost.mutates_inputs, cost.unused_outputs)
+            for number, (layer, cost) in enumerate(
+                zip(layers, self._costs[self.start : self.stop], strict=True), start=self.start
+            )
         ]
         self._runs = [
             (decision.subject, decision.microbatches)
@@ -104,8 +113,9 @@ class StageModule(nn.Module):
         self.microbatch = -1
 
     def begin_step(self) -> None:
-        """Count microbatches from 0 again."""
+        """Count microbatches from 0 again, with the weights of this step."""
         self.microbatch = -1
+        self.copies.outdate()
 
     def forward(self, *values: Tensor) -> Tensor | Values:
         self.microbatch += 1
@@ -137,14 +147,12 @@ class StageModule(nn.Module):
     def _run(self, start: int, stop: int, microbatch: int, box: list[Values]) -> Values:
         values = box.pop()
         moves, begin = self._moves[microbatch], self._draws.of(microbatch)
-        for number, layer, changes, unused in self._calls[start - self.start : stop - self.start]:
+        for number, layer, dtype, changes, unused in self._calls[start - self.start : stop - self.start]:
             if changes:
                 values = apart(values)
             begin(number)
-            if number in moves:
-                with self._moving(number, moves[number]):
-                    values = layer(values)
-            else:
+            moving = self._moving(number, moves[number]) if number in moves else _NOTHING
+            with moving, using(self.copies.of(number), dtype, values):
                 values = layer(values)
             if unused:
                 values = cut(values, unused, self._anchor, self.chain_layers[number - self.start].name)
