@@ -489,6 +489,16 @@ def test_state_of_parameters_without_gradients() -> None:
     assert all(dry <= ledger <= dry + 1024 for dry, ledger in certified_and_simulated(task, plan))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_casts_of_divided_weights(shard: Sharding, schedule: str) -> None:
+    """Every microbatch in flight keeps its casts of weights, of which a backward frees one after the other."""
+    task = replace(some_layers(), precision="mixed-bfloat16", loss=mse_of_floats)
+    plan = divided_plan(task, (3, 3), shard, microbatches=6, schedule=schedule)
+    biases = 4 * 96
+    assert all(dry - biases <= ledger <= 1.05 * dry for dry, ledger in certified_and_simulated(task, plan))
+
+
 @pytest.mark.parametrize("recompute", ["always", "stages"])
 def test_recomputation_with_divided_state(recompute: Recompute) -> None:
     """Gathers of a recomputation change nothing of how it differs from the dry run."""

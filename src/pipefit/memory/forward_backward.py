@@ -240,13 +240,13 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     for position in range(way.first, way.end):
         working.gather(position)
         layer, given = storages.layers[position], _with_targets(storages, position, values)
-        stops = position >= stop
+        stops, casts = position >= stop, layer.cost.copy_bytes * storages.casts
         if stops:
-            working.reach((layer.cost.stopped_peak_bytes or 0) if position == stop else 0)
+            working.reach((layer.cost.stopped_peak_bytes or 0) + casts if position == stop else 0)
         elif way.saves:
-            working.reach(layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
+            working.reach(casts + layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
         else:
-            working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
+            working.reach(casts + layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
         is_loss = _is_loss(storages, position)
         for instance in values if is_loss and storages.buffered else ():
             working.hold(instance, holders.sending)  # until the backward

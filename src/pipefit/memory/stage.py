@@ -204,11 +204,12 @@ class Costs:
         device's part.
         """
         degree = self._size // data, 1 if group is None else group.members, sequences
-        flight = start, stop, degree, sent
+        casts = division is not None  # FSDP2 replaces the weights in each pass
+        flight = start, stop, degree, sent, casts
         key = *flight, kind.key, share, group, division
         if key not in self._stages:
             if flight not in self._flights:
-                self._flights[flight] = Flights(self._storages_of(start, stop, degree), sent)
+                self._flights[flight] = Flights(self._storages_of(start, stop, degree, casts=casts), sent)
             times = self._seconds(kind, degree, group)
             self._stages[key] = StageCost(
                 self._flights[flight],
@@ -216,7 +217,9 @@ class Costs:
                 kind,
                 self._training.microbatches,
                 share,
-                None if division is None else (self._storages_of(start, stop, degree, division), division),
+                None
+                if division is None
+                else (self._storages_of(start, stop, degree, division, casts=casts), division),
             )
         return self._stages[key]
 
@@ -240,16 +243,16 @@ class Costs:
         )
 
     def _storages_of(
-        self, start: int, stop: int, degree: Way, division: Division | None = None
+        self, start: int, stop: int, degree: Way, division: Division | None = None, *, casts: bool = False
     ) -> StageStorages:
         """Return storages of layers `start` to `stop - 1` in one measurement, or of a replica's part."""
-        key = start, stop, degree, division
+        key = start, stop, degree, division, casts
         if key not in self._storages:
             rooms, measurement = self._training.versions == "everything", self._measurements[degree]
             if division is not None:
                 measurement = divided(measurement, division)
             self._storages[key] = StageStorages(
-                measurement, start, stop, rooms=rooms, buffered=self._buffered
+                measurement, start, stop, rooms=rooms, buffered=self._buffered, casts=casts
             )
         return self._storages[key]
 

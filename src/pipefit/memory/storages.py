@@ -180,13 +180,21 @@ class StageStorages:
     version has room for gradients and optimizer state too. If the stage is `buffered`, as on torch's engine,
     its inputs, targets and gradients of outputs are in buffers, and a microbatch's storages have no bytes for
     them. The buffers of messages are there for all microbatches (`StageRest.buffer_bytes`), or from a message
-    until the backward has ended (`receives_ahead`).
+    until the backward has ended (`receives_ahead`). If it `casts`, autocast makes half-precision copies of
+    weights in every forward, and the layer saves them; otherwise all microbatches share the copies.
     """
 
     def __init__(
-        self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False, buffered: bool = False
+        self,
+        measurement: Measurement,
+        start: int,
+        stop: int,
+        *,
+        rooms: bool = False,
+        buffered: bool = False,
+        casts: bool = False,
     ) -> None:
-        self.rooms, self.buffered = rooms, buffered
+        self.rooms, self.buffered, self.casts = rooms, buffered, casts
         costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
         self.measurement, self.start, self.stop = measurement, start, stop
         self.last = stop == len(measurement.layers)
@@ -310,17 +318,21 @@ class StageStorages:
             saved_storages, lasting_storages = saved[id(cost)]
             places = {origin: self._find(origin, made, inputs) for origin in saved_storages}
             self._saved_places.append(places)
-            saves = tuple(dict.fromkeys(places.values()))
+            saves = tuple(dict.fromkeys((*places.values(), *self._new(self._casts(cost)))))
             lasts = frozenset(places[origin] for origin in lasting_storages)
             held = [tensor for tensor in cost.saved if tensor.origin in places]
-            seen, unseen = (
-                frozenset(places[tensor.origin] for tensor in held if cost.sees(tensor) is which)
-                for which in (True, False)
-            )
+            unseen = frozenset(places[tensor.origin] for tensor in held if not cost.sees(tensor))
+            seen = frozenset(places[tensor.origin] for tensor in held if cost.sees(tensor))
             values = tuple(self._find(origin, made, inputs) for origin in cost.output_origins)
             saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
             layers.append(LayerStorages(cost, inputs, saves, lasts, seen, unseen, saved_inputs, values))
         return tuple(layers)
+
+    def _casts(self, cost: LayerCost) -> list[int]:
+        """Return the bytes of the copies of weights that a layer saves, together."""
+        halves = {parameter.dtype for parameter in cost.parameters}
+        saved = sum(t.nbytes for t in cost.saved if t.origin.kind == "parameter" and t.dtype not in halves)
+        return [min(saved, cost.copy_bytes)] if self.casts and saved else []
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
         """Return the storage of a tensor.
@@ -379,6 +391,8 @@ class StageStorages:
 
         A shared copy belongs to the first layer that uses it.
         """
+        if self.casts:
+            return 0
         shared = self.measurement.shared
         again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
         return self.costs[layer - self.start].copy_bytes - again
