@@ -492,7 +492,7 @@ def test_state_of_parameters_without_gradients() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_casts_of_divided_weights(shard: Sharding, schedule: str) -> None:
-    """Every microbatch in flight keeps its casts of weights, of which a backward frees one after the other."""
+    """Every microbatch in flight keeps its casts of weights, and a backward frees one after the other."""
     task = replace(some_layers(), precision="mixed-bfloat16", loss=mse_of_floats)
     plan = divided_plan(task, (3, 3), shard, microbatches=6, schedule=schedule)
     biases = 4 * 96
