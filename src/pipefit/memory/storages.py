@@ -435,12 +435,12 @@ class StageStorages:
             if number in layer.saves
         )
 
-    def named_in(self, layer: int) -> dict[int, list[Subject]]:
-        """Return the saved tensors of a layer that can be offloaded, by their storages."""
-        result = dict[int, list[Subject]]()
+    @cached_property
+    def named_in(self) -> dict[int, dict[int, list[Subject]]]:
+        """The saved tensors that can be offloaded, by layer and storage."""
+        result: dict[int, dict[int, list[Subject]]] = {n: {} for n in range(self.start, self.stop)}
         for subject, number in self._named.items():
-            if subject.layer == layer:
-                result.setdefault(number, []).append(subject)
+            result[subject.layer].setdefault(number, []).append(subject)
         return result
 
     @cached_property

@@ -101,7 +101,7 @@ class StageModule(nn.Module):
         storages = StageStorages.of(plan, stage)
         for moves, own in zip(self._moves, moves_of_stage(plan, stage), strict=True):
             for subject in (subject for subjects, _ in own for subject in subjects):
-                same = storages.named_in(subject.layer)[storages.storage(subject)]
+                same = storages.named_in[subject.layer][storages.storage(subject)]
                 moves.setdefault(subject.layer, set()).update(int(one.what) for one in same)
         changing = [self._costs[number].mutates_inputs for number in range(self.start, self.stop)]
         if is_last := stage == len(plan.stages) - 1:

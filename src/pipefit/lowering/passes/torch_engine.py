@@ -251,7 +251,7 @@ def _moves(storages: StageStorages, decisions: Sequence[Decision], microbatch: i
                 raise recomputed_too(decision, saver, microbatch)
             assert decision.place is not None
             places.setdefault(storages.storage(subject), decision.place)
-    named_in = {n: storages.named_in(n) for n in range(storages.start, storages.stop) if n not in again}
+    named_in = {layer: named for layer, named in storages.named_in.items() if layer not in again}
     kept = _kept_anyway(storages, runs, named_in)
     result = list[Move]()
     for named_storages in named_in.values():
