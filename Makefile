@@ -11,7 +11,7 @@ RUN := $(VENV)/bin
 .PHONY: demo test gallery mutants fuzz tools allocator cuda published check docs schemas format
 .DELETE_ON_ERROR:
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py src/pipefit/simulator/clock.c
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		$(PIP_ARGS) 'torch==2.13.0' -e '.[dev]'

@@ -32,10 +32,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from operator import ge
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.errors import UsageError
 from pipefit.memory import StageCost, unchanged
@@ -467,6 +471,31 @@ class TimedActions(NamedTuple):
     transfers: list[int]
 
 
+class FlatProgram(NamedTuple):
+    """A timed program as arrays, in the order of `clock.c`, which says what they are."""
+
+    first_action: NDArray[np.int64]
+    codes: NDArray[np.int8]
+    seconds: NDArray[np.float64]
+    of_action: NDArray[np.int64]
+    first_part: NDArray[np.int64]
+    transfer: NDArray[np.int64]
+    part_seconds: NDArray[np.float64]
+    is_slowed: NDArray[np.int8]
+    first_use: NDArray[np.int64]
+    part: NDArray[np.int64]
+    wire: NDArray[np.int64]
+    slowed: NDArray[np.float64]
+    opposite: NDArray[np.int64]
+    stream: NDArray[np.int64]
+    starters: NDArray[np.int64]
+
+
+def _firsts(counts: Iterable[int]) -> NDArray[np.int64]:
+    """Return the position of the first of each of these numbers of elements, and the end."""
+    return np.array([0, *accumulate(counts)], np.int64)
+
+
 class TimedProgram:
     """Actions of all devices, or of those that represent all, and the transfers between them."""
 
@@ -493,7 +522,33 @@ class TimedProgram:
         numbers = [[self._number(begun) for begun in device.started] for device in devices]
         self.devices = [self._numbered(device, own) for device, own in zip(devices, numbers, strict=True)]
 
-    @property
+    @cached_property
+    def flat(self) -> FlatProgram:
+        """The program as arrays."""
+        parts, opposite = [*chain.from_iterable(self.parts)], self.opposite
+        of_transfers, of_parts = [*map(len, self.parts)], [len(wires) for _, wires, _ in parts]
+        joined = chain.from_iterable
+        return FlatProgram(
+            first_action=_firsts(len(device.codes) for device in self.devices),
+            codes=np.array([*joined(device.codes for device in self.devices)], np.int8),
+            seconds=np.array([*joined(device.seconds for device in self.devices)], np.float64),
+            of_action=np.array([*joined(device.transfers for device in self.devices)], np.int64),
+            first_part=_firsts(of_transfers),
+            transfer=np.repeat(np.arange(len(of_transfers)), of_transfers),
+            part_seconds=np.array([seconds for seconds, *_ in parts], np.float64),
+            is_slowed=np.array(
+                [any(opposite[wire] >= 0 for wire in wires) for _, wires, _ in parts], np.int8
+            ),
+            first_use=_firsts(of_parts),
+            part=np.repeat(np.arange(len(of_parts)), of_parts),
+            wire=np.array([*joined(wires for _, wires, _ in parts)], np.int64),
+            slowed=np.array([*joined(slowed for *_, slowed in parts)], np.float64),
+            opposite=np.array(opposite, np.int64),
+            stream=np.array(self.streams, np.int64),
+            starters=np.array(self.ends, np.int64),
+        )
+
+    @cached_property
     def opposite(self) -> list[int]:
         """For every wire of transfers, the other direction of its link; -1 if that slows nothing."""
         if all(one == 1.0 for part in chain.from_iterable(self.parts) for one in part[2]):
