@@ -54,15 +54,21 @@ _LOST, _STALE = 100, 200  # candidates without a better one after which it retur
 
 
 def improved(
-    filler: Filler, start: Evaluation, *, budget: Budget, at_least: float, lends: bool = False
+    filler: Filler,
+    start: Evaluation,
+    *,
+    budget: Budget,
+    at_least: float,
+    lends: bool = False,
+    latest: bool = False,
 ) -> Evaluation:
     """Return the best plan that single changes make of `start`, until the budget ends.
 
     A group of changes is repeated while one is better, then the next group follows. No plan takes less than
     `at_least` seconds, so the search ends at a plan that is as fast. With `lends`, devices have to lend
-    memory first.
+    memory first; `latest` as in `Changes`.
     """
-    changes = Changes(filler, start)
+    changes = Changes(filler, start, latest=latest)
     best, number, without = start, 0, 0
     groups = [*(changes.lending() if lends else changes)]
     while without < len(groups) and not (best.fits and best.seconds <= at_least * (1 + _ROUNDING)):
@@ -73,7 +79,8 @@ def improved(
                 return best
             result = _evaluated(filler, candidate, _below(best))
             if result is not None and result.order < limit:
-                best, groups, number, without = result, [*Changes(filler, result)], number - 1, 0
+                best, number, without = result, number - 1, 0
+                groups = [*Changes(filler, result, latest=latest)]
                 break
     return best
 
@@ -158,11 +165,13 @@ def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evalua
 class Changes:
     """Groups of changes of a plan.
 
-    The bytes that a changed stage lacks are estimated as in filling, corrected by the plan's own peaks.
+    The bytes that a changed stage lacks are estimated as in filling, corrected by the plan's own peaks. With
+    `latest`, stages that end a step late come early too, as steps wait at their end for moved state.
     """
 
-    def __init__(self, filler: Filler, best: Evaluation) -> None:
+    def __init__(self, filler: Filler, best: Evaluation, *, latest: bool = False) -> None:
         self._filler, self._best, self._means = filler, best, filler.question.means
+        self._latest = latest
         self._split, self._choices = best.candidate
         needs = zip(best.over, self._all(self._split, self._choices), strict=True)
         self._off = [over - need for over, need in needs]
@@ -183,11 +192,26 @@ class Changes:
             return
         everywhere = (tuple(map(way, self._choices)) for way in _EVERYWHERE)
         yield (Candidate(self._split, changed) for changed in everywhere if changed != self._choices)
-        busy, best = self._best.simulation.utilisation, self._best
-        stages = range(len(self._choices))
-        for stage in sorted(stages, key=lambda s: (-max(0, best.over[s]), -busy[self._split.devices[s]])):
+        for stage in self._in_order:
             yield self._as_it_is(stage)
             yield self._changed(stage)
+
+    @property
+    def _in_order(self) -> list[int]:
+        """Stages in the order of their changes.
+
+        That which lacks the most bytes comes first, then the one that computes the most. With `latest`, the
+        one that ends last, the one that ends second and so on come between.
+        """
+        over, simulation, devices = self._best.over, self._best.simulation, self._split.devices
+        stages, busy = range(len(over)), simulation.utilisation
+        result = sorted(stages, key=lambda s: (-max(0, over[s]), -busy[devices[s]]))
+        if not self._latest:
+            return result
+        lacking, ends = sum(nbytes > 0 for nbytes in over), simulation.last_ends
+        late = sorted(stages, key=lambda s: -ends[devices[s]])
+        between = chain.from_iterable(zip(result[lacking:], late, strict=False))
+        return [*dict.fromkeys((*result[:lacking], *between, *result))]
 
     def lending(self) -> Iterator[Iterator[Candidate]]:
         """Yield groups of candidates in which a stage borrows memory."""

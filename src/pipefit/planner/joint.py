@@ -8,8 +8,8 @@ every device and every host at every instant by the exact ledger.
        devices, with stages spread over the wires to hosts (`planner.improvement`), and in the order of the
        devices.
     2. Improve the best of them, of the plan of `mpress` and of the time split by single changes
-       (`planner.improvement`). If the plan is still far from its bound, change several stages at once, at
-       random. Leave out unneeded techniques.
+       (`planner.improvement`), and several stages at once, at random. If the plan is still far from its
+       bound, do both again, and change stages that end a step late early. Leave out unneeded techniques.
     3. Of long steps, simulate all microbatches.
 
 So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
@@ -75,6 +75,7 @@ _STATES: tuple[
 )
 _FILLING, _IMPROVING, _WANDERING = 160_000, 50_000, 40_000  # simulated actions of each part
 _LENDING, _SPARING = 8_000, 20_000
+_AGAIN = 3  # multiple of both budgets with which plans far from their bound are changed again
 _HOPED = 1.05  # multiple of a known plan's seconds, from which random changes hardly lead to a faster one
 _FAR = 0.05  # part of the bound by which a plan is slower before random changes are tried
 _LITTLE = 0.5  # scale of these without recomputation
@@ -211,9 +212,13 @@ class JointSearch:
         budget = Budget(evaluator, _LENDING if lends else _IMPROVING)
         best = improved(filler, best, budget=budget, at_least=self.bound, lends=lends)
         some = means.host and means.recompute != "never" and not _is_idle(best)
-        if some and best.seconds < self._wanders_below:
-            far = self._bound(means) * (1 + _FAR)
-            best = wandered(filler, best, budget=Budget(evaluator, _WANDERING), at_least=far)
+        far = self._bound(means) * (1 + _FAR)
+        for again in (False, True) if some and best.seconds < self._wanders_below else ():
+            if again and best.seconds > far:
+                budget = Budget(evaluator, _AGAIN * _IMPROVING)
+                best = improved(filler, best, budget=budget, at_least=self.bound, latest=True)
+            budget = Budget(evaluator, (_AGAIN if again else 1) * _WANDERING)
+            best = wandered(filler, best, budget=budget, at_least=far)
         best = spared(evaluator, best, budget=Budget(evaluator, _SPARING))
         return _Answer(best, (*others,), () if base is None else _told(best, base.found))
 

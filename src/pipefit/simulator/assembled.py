@@ -760,6 +760,11 @@ class Assembled:
             shares[device] = shares[one] if same else self._utilisation_beside(device, one)
         return tuple(shares)
 
+    @property
+    def last_ends(self) -> dict[int, float]:
+        """The time at which every device ends its last action."""
+        return {device: self.times.clock.after[one][-1] for device, one in self._stands.items()}
+
     def _utilisation_beside(self, device: int, one: int) -> float:
         """Return a device's share; `one` represents it, and computes at least as long in every action."""
         count, timed = self._devices[device].counts[-1], self._timed_program.devices[one]
