@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.lowering.passes.recomputation import Recompute
 from pipefit.runtime import Trainer
+from pipefit.runtime.engine.in_flight import cut
 from pipefit.schema.cluster import Cluster
 from pipefit.schema.grids import Grid, Stage
 from pipefit.schema.plan import Plan
@@ -220,3 +222,14 @@ def test_a_gradient_that_nobody_expects_is_refused(split: list[int], monkeypatch
         UsageError, match=r"has a gradient for a value of shape .* when the model was profiled"
     ):
         trainer.step(batch_of(odd, trainer.plan))
+
+
+@pytest.mark.parametrize(
+    ("zeros", "number", "refused"), [(True, 0.0, False), (True, 1.0, True), (False, 0.0, True)]
+)
+def test_zeros_arrive_for_unused_values_of_divided_layers(zeros: bool, number: float, refused: bool) -> None:
+    """FSDP2 gives all inputs of a layer a gradient; a gradient that is not zero is refused all the same."""
+    anchor = torch.empty(0, requires_grad=True)
+    (value,) = cut((torch.ones(2),), [True], anchor, "first", zeros=zeros)
+    with pytest.raises(UsageError, match="the layer after first") if refused else nullcontext():
+        value.backward(torch.full((2,), number))

@@ -82,7 +82,8 @@ class StageModule(nn.Module):
         self.parts = nn.ModuleList(layer.module for layer in layers)
         self.chain_layers, self._draws, self._host = tuple(layers), draws, host
         self._anchor = torch.empty(0, device=draws.device, requires_grad=True)
-        whole = [] if place.grid.divides_gradients else layers  # FSDP2 replaces the weights in each pass
+        self._divides = place.grid.divides_gradients
+        whole = [] if self._divides else layers  # FSDP2 replaces the weights in each pass
         self.copies = WeightCopies(whole, self._costs[self.start : self.stop], self.start)
         self._calls = [
             (number, layer.caller(), layer.autocast, cost.mutates_inputs, cost.unused_outputs)
@@ -155,7 +156,8 @@ class StageModule(nn.Module):
             with moving, using(self.copies.of(number), dtype, values):
                 values = layer(values)
             if unused:
-                values = cut(values, unused, self._anchor, self.chain_layers[number - self.start].name)
+                name, divides = self.chain_layers[number - self.start].name, self._divides
+                values = cut(values, unused, self._anchor, name, zeros=divides)
         return values
 
     def _recomputed(self, start: int, stop: int, values: Values) -> Values:

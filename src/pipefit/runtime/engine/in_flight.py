@@ -27,6 +27,7 @@ from pipefit.schema.actions import Action
 from pipefit.schema.layer_costs import LayerCost, Value
 from pipefit.texts import counted, layers_text
 from pipefit.torch_internals import storage_uses
+from pipefit.torch_internals.fake_tensors import FakeTensor
 
 # ---- Buffers of layers in other storages: on another device, or copied for a second forward.
 #
@@ -253,25 +254,34 @@ def apart(values: Values) -> Values:
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: str, anchor: Tensor, value: Tensor) -> Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, layer: str, zeros: bool, anchor: Tensor, value: Tensor) -> Tensor:
+        ctx.layer, ctx.zeros = layer, zeros
         ctx.set_materialize_grads(False)
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
-        if gradient is not None:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        if gradient is not None and not (ctx.zeros and _may_be_zero(gradient)):
             _refuse_gradient(f"the layer after {ctx.layer}", gradient.shape)
-        return None, None, None
+        return None, None, None, None
 
 
-def cut(values: Values, unused: Sequence[bool], anchor: Tensor, layer: str = "") -> Values:
+def _may_be_zero(gradient: Tensor) -> bool:
+    """Return whether a gradient has only zeros; True for a fake one, which has no numbers."""
+    some = gradient.any()
+    return isinstance(gradient, FakeTensor) or not some
+
+
+def cut(
+    values: Values, unused: Sequence[bool], anchor: Tensor, layer: str = "", *, zeros: bool = False
+) -> Values:
     """Replace `unused` outputs of `layer` by aliases apart from its graph, whose saved tensors are freed.
 
-    No gradient arrives for them, so a backward would never reach these tensors. `anchor` is as for `enter`.
+    No gradient arrives for them, so a backward would never reach these tensors; with `zeros`, gradients of
+    zeros may arrive, as FSDP2 makes them for all inputs of a layer. `anchor` is as for `enter`.
     """
     return tuple(
-        _Cut.apply(layer, anchor, value.detach()) if is_unused else value  # type: ignore[no-untyped-call]
+        _Cut.apply(layer, zeros, anchor, value.detach()) if is_unused else value  # type: ignore[no-untyped-call]
         for value, is_unused in zip(values, unused, strict=True)
     )
 
