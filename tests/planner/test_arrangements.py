@@ -255,7 +255,7 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
         assert f"{one.what.capitalize()}: {one.devices} device" in show.text(made)
 
 
-@pytest.mark.parametrize(("width", "leaner"), [(16, True), (8, False)])
+@pytest.mark.parametrize(("width", "leaner"), [(16, True), (4, False)])
 def test_a_plan_that_is_hardly_leaner_is_no_alternative(width: int, leaner: bool) -> None:
     """A plan that saves less than a hundredth, in activations beside the parameters, is no alternative."""
     like = Settings(

@@ -193,6 +193,33 @@ def test_communication_stands_around_pieces() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"),
+    [
+        (
+            "1f1b",
+            "0N2[0:1] 0N2[1:2] 0SEND_F2 0RECV_B1 0RECV_B2 0R1[1:2] 0WAIT_RECV_B1 0WAIT_SEND_F2 0B1[1:2] 0R1[0:1] ",
+            "1N1[2:3] 1WAIT_SEND_B0 1N1[3:4] 1R1[3:4] 1B1[3:4] 1R1[2:3] 1RECV_F2 1B1[2:3] 1SEND_B1 1WAIT_RECV_F2 ",
+        ),
+        (
+            "eager-1f1b",
+            "0RECV_B1 0R0[1:2] 0WAIT_RECV_B0 0B0[1:2] 0R0[0:1] 0B0[0:1] 0WAIT_SEND_F2 ",
+            "1N1[2:3] 1N1[3:4] 1WAIT_SEND_B0 1RECV_F2 1R1[3:4] 1B1[3:4] 1R1[2:3] 1B1[2:3] 1SEND_B1 1WAIT_RECV_F2 ",
+        ),
+    ],
+)
+def test_messages_stay_for_an_action_if_the_neighbor_waits_for_the_pass(
+    schedule: str, first: str, last: str
+) -> None:
+    """Under 1F1B each stage needs the other's current result before its next pass; under eager 1F1B the first
+    stage is ahead, and messages stay for a pass.
+    """
+    runs = [run(layer, layer + 1, stage=layer // 2) for layer in range(4)]
+    plan = make_plan(equal_profile(4), [2, 2], microbatches=3, schedule=schedule, decisions=tuple(runs))
+    for actions, drawn in zip(lower(plan).actions, (first, last), strict=True):
+        assert drawn in words(list(actions))
+
+
 def test_stages_of_one_device_send_to_each_other() -> None:
     """Two stages of a device are connected like any two: a send and a receive on the same device."""
     plan = make_plan(equal_profile(2), [1, 1], devices=1, microbatches=1, schedule="gpipe")

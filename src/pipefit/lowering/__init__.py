@@ -20,7 +20,14 @@ from pipefit.lowering.lower import (
     whole_run,
 )
 from pipefit.lowering.passes.collectives import bucket_edges
-from pipefit.lowering.passes.communication import begins, is_backward_of, pass_of
+from pipefit.lowering.passes.communication import (
+    Following,
+    answers_next,
+    begins,
+    following_of,
+    is_backward_of,
+    pass_of,
+)
 from pipefit.lowering.passes.recomputation import (
     RECOMPUTE,
     Recompute,
@@ -38,8 +45,10 @@ __all__ = [
     "Compute",
     "Endless",
     "Entered",
+    "Following",
     "Recompute",
     "Schedule",
+    "answers_next",
     "as_early",
     "begins",
     "bucket_edges",
@@ -49,6 +58,7 @@ __all__ = [
     "cuts",
     "distinct_steps",
     "distinct_steps_of",
+    "following_of",
     "is_backward_of",
     "is_endless",
     "loss_delay",

@@ -29,7 +29,7 @@ from pipefit.lowering.asynchronous import (
 )
 from pipefit.lowering.local_batches import Slices, check_slices
 from pipefit.lowering.passes.collectives import gathered, summed
-from pipefit.lowering.passes.communication import communicated
+from pipefit.lowering.passes.communication import communicated, following_of
 from pipefit.lowering.passes.offload import Bundles, bundles_of, copied
 from pipefit.lowering.passes.recomputation import recomputed
 from pipefit.lowering.passes.state_offload import brought_in, states_copied
@@ -281,25 +281,26 @@ def _synchronous(
     last: int | None = None,
     update: bool = True,
     devices: Container[int] | None = None,
-    exchange: Exchange = communicated,
+    exchange: Exchange | None = None,
     finish: Callable[[list[Action]], list[Action]] = list,
 ) -> tuple[_OfDevices, Bundles]:
     """Return the actions of these ranks' devices in a step of a synchronous schedule.
 
-    Arguments are those of `lower` and `rank_programs`; `exchange` inserts loads and messages, and
-    `finish` completes a device's step.
+    Arguments are those of `lower` and `rank_programs`; `exchange` inserts loads and messages, default
+    `communicated`, and `finish` completes a device's step.
     """
     _check_shared(plan)
     check_changed_weights(plan, ranks)
-    own, bundles = (
-        computes(plan, schedule_named(plan.training.schedule), microbatches, ranks),
-        bundles_of(plan),
-    )
+    schedule, bundles = schedule_named(plan.training.schedule), bundles_of(plan)
+    own = computes(plan, schedule, microbatches, ranks)
     orders = dict(zip(ranks, recomputed(own, plan, sums=update), strict=True))
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
 
+    following = following_of(schedule, len(plan.ranks), len(plan.ranks[0]), microbatches)
+    around = exchange or partial(communicated, following=following)
+
     def actions(rank: int, slices: Slices) -> list[Action]:
-        step = copied(list(exchange(orders[rank], plan, slices)), plan, bundles)
+        step = copied(list(around(orders[rank], plan, slices)), plan, bundles)
         step = gathered(summed(step, plan, update=update), plan)
         return states_copied(list(slices.together(finish([*step, *ends[rank]]))), plan, bundles)
 

@@ -11,6 +11,11 @@ parts of the backward. For each of a rank's passes p[0], p[1], ..., in this orde
 If p[t] is the backward of the forward p[t-1], the gradients that it needs can only come after the output of
 p[t-1] has arrived. Then these sends are joined first.
 
+The neighbor that sends the inputs of p[t] may need the results of p[t-1] for its next pass, as in 1F1B. Then
+it cannot wait for p[t] before p[t-1] has ended, so messages between recomputations cost memory and save no
+time: the receives for p[t] start one action before the action that needs them, and the sends of p[t-1] are
+joined after the first action of p[t] and these receives.
+
 A recomputation that comes earlier than just before its backward is not part of a pass: it needs no message
 and stands between two of them, before the receives for p[t+1]. Otherwise receives would start after sends
 that wait for them, and devices that hold several stages would wait for each other. Updates, and the copies
@@ -26,14 +31,19 @@ microbatches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from pipefit.lowering.local_batches import Slices
-from pipefit.lowering.schedules import Order
+from pipefit.lowering.schedules import Compute, Order
 from pipefit.schema.actions import COLLECTIVE, FORWARDS, UPDATES, Action, Kind
 from pipefit.schema.plan import Plan
+
+Pass = tuple[int, int | None, bool]  # stage, microbatch, and whether it is a forward
+Following = Callable[[Pass], Pass | None]
+_Computes = Callable[[int, int, int, int], Iterator[Compute]]  # a `Schedule`
 
 
 def communicated(
@@ -43,34 +53,57 @@ def communicated(
     *,
     before: Action | None = None,
     endless: bool = False,
+    following: Following | None = None,
 ) -> Iterator[Action]:
     """Yield the actions of one device: its compute actions, and the receives, loads and sends around them.
 
     `slices` has the rows that it loads, receives and sends; default: those of the first replica. Under an
     asynchronous (`endless`) schedule the next step joins the last sends, and this step those of `before`, the
-    last compute action of the previous step.
+    last compute action of the previous step. `following` returns the next pass of a neighbor; default: it is
+    unknown.
     """
     slices = slices or Slices(plan)
     passes = _passes(order)
+    ids = [pass_of(one.actions[-1]) for one in passes]
+    answers = [False, *(answers_next(one, two, following) for one, two in pairwise(ids))]
     receives = [[list(receives_of(action, plan, slices)) for action in one.actions] for one in passes]
+    starts = _starts(receives, answers)
     yield from chain(*receives[0])
     sending = [] if before is None else list(sends_of(before, plan, slices))
     for number, (early, actions, behind) in enumerate(passes):
         joins = [send.join for send in sending]
         turns_back = number > 0 and is_backward_of(actions[-1], passes[number - 1].actions[-1])
+        joined = 1 if answers[number] else len(actions)
         yield from early
         yield from joins if turns_back else ()
-        yield from chain(*receives[number + 1]) if number + 1 < len(passes) else ()
-        for action, needed in zip(actions, receives[number], strict=True):
-            yield from (receive.join for receive in needed)
+        for place, action in enumerate(actions):
+            yield from starts.get((number, place), ())
+            yield from (receive.join for receive in receives[number][place])
+            yield from joins if place == joined else ()
             if _loads(action, plan):
                 yield slices.load(action.stage, action.microbatch)
             yield action
-        yield from () if turns_back else joins
+        yield from joins if joined >= len(actions) and not turns_back else ()
         sending = list(sends_of(actions[-1], plan, slices))
         yield from sending
         yield from behind
     yield from () if endless else (send.join for send in sending)
+
+
+def _starts(
+    receives: Sequence[Sequence[Sequence[Action]]], answers: Sequence[bool]
+) -> dict[tuple[int, int], list[Action]]:
+    """Return the receives to start before an action, by the numbers of its pass and of it in the pass."""
+    starts: dict[tuple[int, int], list[Action]] = {}
+    for number in range(1, len(receives)):
+        if not answers[number]:
+            place = number - 1, 0
+        elif receives[number][0]:
+            place = number - 1, len(receives[number - 1]) - 1
+        else:  # the pass begins with a recomputation
+            place = number, 0
+        starts[place] = [*starts.get(place, ()), *chain(*receives[number])]
+    return starts
 
 
 def drained(order: Order, plan: Plan, slices: Slices, *, before: Action | None) -> Iterator[Action]:
@@ -115,9 +148,45 @@ def _passes(order: Order) -> list[_Pass]:
     return passes
 
 
-def pass_of(action: Action) -> tuple[int, int | None, bool]:
+def pass_of(action: Action | Compute) -> Pass:
     """Return what identifies the pass of a compute action: stage, microbatch, and whether it is a forward."""
     return action.stage, action.microbatch, action.kind in FORWARDS
+
+
+def answers_next(one: Pass, two: Pass, following: Following | None) -> bool:
+    """Return whether the neighbor that sends the inputs of `two`, the pass after `one`, needs the results of
+    `one` for its next pass.
+    """
+    return following is not None and following(_neighbor(two, -1)) == _neighbor(one, 1)
+
+
+def _neighbor(one: Pass, ahead: int) -> Pass:
+    """Return the pass that needs the results of `one`, or with -1 the pass whose results it needs."""
+    stage, microbatch, forward = one
+    return stage + (ahead if forward else -ahead), microbatch, forward
+
+
+def following_of(schedule: _Computes, ranks: int, chunks: int, microbatches: int) -> Following:
+    """Return the function that returns the next pass of the same rank under a schedule; None after the last.
+
+    Only stages -1 to the last exist; stage -1 is before the first stage of a longer pipeline.
+    """
+
+    def following(one: Pass) -> Pass | None:
+        if one[0] >= ranks * chunks:
+            return None
+        rank = one[0] if chunks == 1 else one[0] % ranks
+        return _following(schedule, rank, ranks, chunks, microbatches).get(one)
+
+    return following
+
+
+@lru_cache(256)
+def _following(
+    schedule: _Computes, rank: int, ranks: int, chunks: int, microbatches: int
+) -> dict[Pass, Pass]:
+    """Return each pass's next one on the same rank."""
+    return dict(pairwise(map(pass_of, schedule(rank, ranks, chunks, microbatches))))
 
 
 def is_backward_of(action: Action, before: Action) -> bool:

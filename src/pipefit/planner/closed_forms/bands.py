@@ -84,11 +84,18 @@ class Band:
             total += self.early if surroundings.early else self.state
         if surroundings.kind is Kind.RECOMPUTE:  # in the buffer that the backward's receive has started with
             total += self.output_gradients
+        return total + self._messages(surroundings)
+
+    def _messages(self, surroundings: Surroundings) -> Ints | int:
+        """Return the bytes of messages; brief ones block by block only in ranges of one block."""
+        messages = self._sending(surroundings.sending)
         if surroundings.receiving in FORWARDS:
-            total += self.received
+            messages = messages + self.received
         elif surroundings.receiving is Kind.BACKWARD:
-            total += self.output_gradients
-        return total + self._sending(surroundings.sending)
+            messages = messages + self.output_gradients
+        if self.recomputed is None or not surroundings.brief or isinstance(messages, int):
+            return messages
+        return np.where(np.arange(len(messages))[:, None] == 0, messages, 0)
 
     def _own(self, surroundings: Surroundings) -> Ints:
         """Return the bytes of the action and its microbatch, and of gradients that exist before it."""

@@ -18,8 +18,11 @@ from typing import NamedTuple
 from pipefit.errors import UsageError
 from pipefit.lowering import (
     ENDLESS,
+    Following,
     Recompute,
+    answers_next,
     distinct_steps_of,
+    following_of,
     is_backward_of,
     pass_of,
     recomputed_microbatches,
@@ -44,6 +47,7 @@ class Surroundings(NamedTuple):
     recomputed: bool = False  # a BACKWARD after a second forward
     versions: int = 0  # versions of the weights in addition to the newest
     rooms: int = 0  # versions with room for gradients and optimizer state
+    brief: bool = False  # the messages last for the first or last actions of a pass, not for the whole
     early: bool = False  # before the first update creates optimizer state; no later step starts like this
 
     @property
@@ -78,12 +82,15 @@ def _surroundings(
     schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute, versions: Versions
 ) -> tuple[Surroundings, ...]:
     steps: Iterable[list[Action]]
+    following = None
     if schedule in ENDLESS:
         steps = _endless_orders(schedule, stage, stages, microbatches, recompute)
     else:
         steps = [whole_stage_order(schedule, stage, stages, microbatches, recompute)]
+        following = following_of(schedule_named(schedule), stages, 1, microbatches)
     highest: dict[Surroundings, Surroundings] = {}
-    for result in _Walk(endless=schedule in ENDLESS, rooms=versions == "everything").through(steps):
+    walk = _Walk(endless=schedule in ENDLESS, rooms=versions == "everything", following=following)
+    for result in walk.through(steps):
         alike = result._replace(in_flight=0)
         if alike not in highest or highest[alike].in_flight < result.in_flight:
             highest[alike] = result
@@ -97,46 +104,73 @@ _WARM_UP = {
 _STEADY = 4  # microbatches in the steady phase; the first and last may differ in recomputation
 
 
+class _Messages(NamedTuple):
+    """Messages of a stage during an action."""
+
+    following: Kind | None  # of the next pass
+    receiving: Kind | None  # as in `Surroundings`
+    sending: Kind | None
+    brief: bool
+
+
 class _Walk:
     """Contents of a stage's memory as it goes through its steps."""
 
-    def __init__(self, *, endless: bool, rooms: bool) -> None:
+    def __init__(self, *, endless: bool, rooms: bool, following: Following | None = None) -> None:
         self.held = self.inputs = 0
         self.last: Action | None = None  # the last compute action
-        self.before: Action | None = None  # the last one of the previous pass
         self.early, self.gradients, self.rooms = endless, False, rooms
         self.weights = StageVersions(0, (1,)) if endless else None
+        self.following = following
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
         """Yield the surroundings of every compute action, and of every update with microbatches in flight."""
         for order in steps:
             computes = [action for action in order if action.kind not in UPDATES]
-            passes = [list(actions) for _, actions in groupby(computes, pass_of)]
-            ahead = iter([*(actions[-1].kind for actions in passes), None])
-            following = next(ahead)
+            messages = self._messages([list(actions) for _, actions in groupby(computes, pass_of)])
+            receiving = computes[0].kind if computes else None
             for action in order:
                 if action.kind in UPDATES:
-                    yield from self._update(action, following)
+                    yield from self._update(action, receiving)
                     continue
-                if self.last is None or pass_of(action) != pass_of(self.last):
-                    self.before, following = self.last, next(ahead)
-                yield self._around(action, self.before, following)
+                around = next(messages)
+                receiving = around.following
+                yield self._around(action, around)
                 self._done(action)
 
-    def _around(self, action: Action, before: Action | None, following: Kind | None) -> Surroundings:
+    def _messages(self, passes: Sequence[Sequence[Action]]) -> Iterator[_Messages]:
+        """Yield the messages during each action of the passes."""
+        before, behind = self.last, [*passes[1:], []]
+        answered = False  # the neighbor that sends this pass's inputs next needs the previous pass's results
+        for actions, after in zip(passes, behind, strict=True):
+            receiving = after[-1].kind if after else None
+            answers = bool(after) and answers_next(pass_of(actions[0]), pass_of(after[0]), self.following)
+            for number, action in enumerate(actions):
+                starts = not answers or (action is actions[-1] and len(after) == 1)
+                sent = before is None or is_backward_of(action, before) or (answered and number > 0)
+                yield _Messages(
+                    following=receiving,
+                    receiving=receiving if starts else None,
+                    sending=None if before is None or sent else before.kind,
+                    brief=answers or answered,
+                )
+            before, answered = actions[-1], answers
+
+    def _around(self, action: Action, messages: _Messages) -> Surroundings:
         kind = action.kind
         versions = 0 if self.weights is None else self.weights.count - 1
         return Surroundings(
             kind,
             in_flight=self.held - (kind is Kind.BACKWARD),
             gradients=self.gradients,
-            receiving=following,
-            sending=before.kind if before is not None and not is_backward_of(action, before) else None,
+            receiving=messages.receiving,
+            sending=messages.sending,
             checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
             recomputed=self.last is not None
             and (self.last.kind, self.last.microbatch) == (Kind.RECOMPUTE, action.microbatch),
             versions=versions,
             rooms=versions * self.rooms,
+            brief=messages.brief,
             early=self.early,
         )
 
@@ -151,12 +185,14 @@ class _Walk:
             self.weights.backward(action.microbatch or 0)
         self.last = action
 
-    def _update(self, action: Action, following: Kind | None) -> Iterator[Surroundings]:
+    def _update(self, action: Action, receiving: Kind | None) -> Iterator[Surroundings]:
         assert self.weights is not None, "synchronous schedules do not update within a step"
         if action.kind is Kind.STASH:
             self.weights.adopt() if action.wait else self.weights.stash()
             return
-        yield self._around(action, self.last, following)
+        assert self.last is not None, "an update follows a backward"
+        messages = _Messages(following=receiving, receiving=receiving, sending=self.last.kind, brief=False)
+        yield self._around(action, messages)
         self.gradients = self.early = False
 
 
