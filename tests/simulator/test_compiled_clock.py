@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from pipefit.simulator.clock import _LIBRARY, _compiled, _interpreted
+from pipefit.simulator import clock
+from pipefit.simulator.clock import _LIBRARY, _compiled, _interpreted, _library
 from pipefit.simulator.timed_program import (
     COMPUTE,
     COPY,
@@ -112,3 +115,15 @@ def test_devices_that_wait_for_ever_are_noticed() -> None:
         _compiled(_LIBRARY, program, 1)
     with pytest.raises(AssertionError, match="would hang"):
         _interpreted(program, 1)
+
+
+def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
+    """A library that was compiled before its source changed is left, and so is one of an older version."""
+    folder = Path(clock.__file__).parent
+    assert _library(tmp_path) is None
+    for name in ("clock.c", "_clock.so"):
+        shutil.copy(folder / name, tmp_path)
+    assert _library(tmp_path) is not None
+    source = tmp_path / "clock.c"
+    source.write_text(source.read_text() + "\n")
+    assert _library(tmp_path) is None

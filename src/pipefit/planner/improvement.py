@@ -85,14 +85,16 @@ def improved(
     return best
 
 
-def wandered(filler: Filler, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
+def wandered(
+    filler: Filler, start: Evaluation, *, budget: Budget, at_least: float, seed: int = 0
+) -> Evaluation:
     """Return the best plan that random changes make of `start`, until the budget ends or a plan is that fast.
 
     Plans that are a little slower are accepted in the beginning, and always plans that are as fast: under
     many schedules the slowest stage decides, so several stages have to change. (Simulated annealing:
     Kirkpatrick et al., Science 1983.)
     """
-    rng, best, now = Random(0), start, start  # noqa: S311 - no secret
+    rng, best, now = Random(seed), start, start  # noqa: S311 - no secret
     number = since = 0
     while since < _STALE and not (best.fits and best.seconds <= at_least):
         for candidate in _drawn(rng, [*Changes(filler, now)]):

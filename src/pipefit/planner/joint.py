@@ -214,11 +214,13 @@ class JointSearch:
         some = means.host and means.recompute != "never" and not _is_idle(best)
         far = self._bound(means) * (1 + _FAR)
         for again in (False, True) if some and best.seconds < self._wanders_below else ():
-            if again and best.seconds > far:
+            if again:
+                if best.fits and best.seconds <= far:
+                    break
                 budget = Budget(evaluator, _AGAIN * _IMPROVING)
                 best = improved(filler, best, budget=budget, at_least=self.bound, latest=True)
             budget = Budget(evaluator, (_AGAIN if again else 1) * _WANDERING)
-            best = wandered(filler, best, budget=budget, at_least=far)
+            best = wandered(filler, best, budget=budget, at_least=far, seed=int(again))
         best = spared(evaluator, best, budget=Budget(evaluator, _SPARING))
         return _Answer(best, (*others,), () if base is None else _told(best, base.found))
 

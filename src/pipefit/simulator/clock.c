@@ -1,7 +1,7 @@
 /* The virtual clock of pipefit/simulator/clock.py, whose comments and names hold here too.
  *
  * Both give the same times to the last bit: they add, divide and compare the same doubles in the same order, and
- * simultaneous events happen in the same order. Compile without contraction of floating-point expressions.
+ * simultaneous events happen in the same order. hatch_build.py compiles it.
  *
  * In a run of several steps, transfer t of step k is number k * transfers + t, and its parts and their uses of wires
  * are numbered in the same way.
@@ -244,7 +244,7 @@ static void post(Clock *clock, int64_t transfer, double now) {
         clock->begins[transfer] = clock->ends[transfer] = ready;
 }
 
-static void wait(Clock *clock, int64_t device, int64_t transfer) {
+static void wait_for(Clock *clock, int64_t device, int64_t transfer) {
     clock->next_waiting[device] = -1;
     if (clock->first_waiting[transfer] >= 0) clock->next_waiting[clock->last_waiting[transfer]] = device;
     else clock->first_waiting[transfer] = device;
@@ -262,7 +262,7 @@ static void advance(Clock *clock, int64_t device) {
         if (code == JOIN) {
             double end = clock->ends[transfer];
             if (end < 0.0) {
-                wait(clock, device, transfer);
+                wait_for(clock, device, transfer);
                 break;
             }
             if (end > now) now = end;
@@ -310,6 +310,9 @@ static void ended(Clock *clock, int64_t transfer, double now) {
 
 /* ---- The run */
 
+/* The digest of this file when it was compiled, by which Python knows a stale library */
+const char *clock_source(void) { return SOURCE; }
+
 static void *filled(int64_t count, int64_t number) { /* integers of this value; NULL without memory */
     int64_t *result = malloc((size_t)(count + 1) * sizeof(int64_t));
     for (int64_t n = 0; result != NULL && n < count; n++) result[n] = number;
@@ -331,14 +334,6 @@ int run_clock(const Program *program, int64_t steps, double *after, double *begi
     int64_t devices = program->devices, transfers = program->transfers * steps, parts = program->parts * steps;
     Clock clock = {.program = program, .steps = steps, .after = after, .begins = begins, .ends = ends,
                    .finished = finished};
-    void **arrays[] = {
-        (void **)&clock.now, (void **)&clock.posted, (void **)&clock.issued, (void **)&clock.left,
-        (void **)&clock.since, (void **)&clock.speed, (void **)&clock.end, (void **)&clock.at, (void **)&clock.step,
-        (void **)&clock.next_waiting, (void **)&clock.missing, (void **)&clock.first_waiting,
-        (void **)&clock.last_waiting, (void **)&clock.parts_left, (void **)&clock.next_issued, (void **)&clock.ahead,
-        (void **)&clock.first_in_line, (void **)&clock.last_in_line, (void **)&clock.next_in_line,
-        (void **)&clock.first_issued, (void **)&clock.last_issued, (void **)&clock.is_busy, (void **)&clock.heap,
-    };
     clock.now = valued(devices, 0.0);
     clock.posted = valued(transfers, 0.0);
     clock.issued = valued(transfers, 0.0);
@@ -363,8 +358,15 @@ int run_clock(const Program *program, int64_t steps, double *after, double *begi
     clock.is_busy = calloc((size_t)program->streams + 1, 1);
     clock.room = 64;
     clock.heap = malloc((size_t)clock.room * sizeof(Event));
+    void *arrays[] = {
+        clock.now, clock.posted, clock.issued, clock.left, clock.since, clock.speed, clock.end, clock.at, clock.step,
+        clock.next_waiting, clock.missing, clock.first_waiting, clock.last_waiting, clock.parts_left,
+        clock.next_issued, clock.ahead, clock.first_in_line, clock.last_in_line, clock.next_in_line,
+        clock.first_issued, clock.last_issued, clock.is_busy,
+    };
     int64_t count = sizeof arrays / sizeof arrays[0];
-    for (int64_t n = 0; n < count; n++) clock.failed |= *arrays[n] == NULL;
+    clock.failed = clock.heap == NULL;
+    for (int64_t n = 0; n < count; n++) clock.failed |= arrays[n] == NULL;
     if (!clock.failed) {
         for (int64_t n = 0; n < transfers; n++) {
             clock.missing[n] = program->starters[n % program->transfers];
@@ -386,6 +388,7 @@ int run_clock(const Program *program, int64_t steps, double *after, double *begi
         int works = program->first_action[device] < program->first_action[device + 1];
         if (works && clock.step[device] < steps) result = 1;
     }
-    for (int64_t n = 0; n < count; n++) free(*arrays[n]);
+    for (int64_t n = 0; n < count; n++) free(arrays[n]);
+    free(clock.heap);
     return result;
 }

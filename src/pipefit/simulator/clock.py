@@ -22,6 +22,7 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import sha256
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -290,11 +291,14 @@ class _Program(ctypes.Structure):
     )
 
 
-def _library() -> ctypes.CDLL | None:
-    """Return the library that was compiled when pipefit was installed, if any."""
+def _library(folder: Path = Path(__file__).parent) -> ctypes.CDLL | None:
+    """Return the library that was compiled at installation; None if there is none of this source."""
     try:
-        return ctypes.CDLL(str(Path(__file__).with_name("_clock.so")))
-    except OSError:
+        result = ctypes.CDLL(str(folder / "_clock.so"))
+        result.clock_source.restype = ctypes.c_char_p
+        source = result.clock_source().decode()
+        return result if source == sha256((folder / "clock.c").read_bytes()).hexdigest() else None
+    except (OSError, AttributeError):  # nothing was compiled, or an older version
         return None
 
 
@@ -314,7 +318,8 @@ def _compiled(library: ctypes.CDLL, program: TimedProgram, steps: int) -> Clock:
     arguments = _Program(*counts, *(array.ctypes.data for array in flat))
     results = (ctypes.c_void_p(array.ctypes.data) for array in (after, begins, ends, finished))
     failure = library.run_clock(ctypes.byref(arguments), ctypes.c_int64(steps), *results)
-    assert failure != _HANGS, "message_order refuses programs that would hang"
+    if failure == _HANGS:
+        raise AssertionError("message_order refuses programs that would hang")
     if failure:
         raise MemoryError
     edges = steps * flat.first_action

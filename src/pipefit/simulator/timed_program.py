@@ -534,13 +534,13 @@ class TimedProgram:
             seconds=np.array([*joined(device.seconds for device in self.devices)], np.float64),
             of_action=np.array([*joined(device.transfers for device in self.devices)], np.int64),
             first_part=_firsts(of_transfers),
-            transfer=np.repeat(np.arange(len(of_transfers)), of_transfers),
+            transfer=np.repeat(np.arange(len(of_transfers), dtype=np.int64), of_transfers),
             part_seconds=np.array([seconds for seconds, *_ in parts], np.float64),
             is_slowed=np.array(
                 [any(opposite[wire] >= 0 for wire in wires) for _, wires, _ in parts], np.int8
             ),
             first_use=_firsts(of_parts),
-            part=np.repeat(np.arange(len(of_parts)), of_parts),
+            part=np.repeat(np.arange(len(of_parts), dtype=np.int64), of_parts),
             wire=np.array([*joined(wires for _, wires, _ in parts)], np.int64),
             slowed=np.array([*joined(slowed for *_, slowed in parts)], np.float64),
             opposite=np.array(opposite, np.int64),

@@ -116,11 +116,12 @@ ALL_LAYERS = StandIn(_itself, _itself, _itself)
 class Seated(NamedTuple):
     """The actions of step `number` in order, each with the step and position of the effect that it has.
 
-    Positions are among the executed actions of a step. `twins` are pairs of positions in this step whose
-    effects must be equal.
+    Positions are among the `executed` actions of a step. `twins` are pairs of positions in this step whose
+    effects must be equal; the second is -1 if no such action is executed.
     """
 
     number: int
+    executed: int
     seats: Sequence[tuple[Seat, int, int]]
     twins: Sequence[tuple[int, int]]
 
@@ -144,12 +145,12 @@ class Seating:
         known = {key: (number, position) for position, key in enumerate(executed)}
         self._known = known | self._known
         twins = [
-            (position, known[twin, key[1]][1])
+            (position, known.get((twin, key[1]), (number, -1))[1])
             for position, key in enumerate(executed)
             if (twin := self._stand.twin(key[0])) is not None
         ]
         seats = [self._seat(key, known, ran) for key in every]
-        return Seated(number, seats, twins)
+        return Seated(number, len(executed), seats, twins)
 
     def _seat(
         self, key: tuple[Action, int], known: Mapping[tuple[Action, int], tuple[int, int]], ran: Set[int]
@@ -178,8 +179,9 @@ class StepEffects(Generic[T]):
 
     def step(self, seated: Seated, seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
         """Yield the seat and effect of every action of the next step, from those `seen` in it."""
+        assert len(seen) == seated.executed, "every executed action has an effect"
         self._seen.append(seen)
-        self.alike &= all(seen[one] == seen[other] for one, other in seated.twins)
+        self.alike &= all(other >= 0 and seen[one] == seen[other] for one, other in seated.twins)
         return ((seat, self._seen[step][position]) for seat, step, position in seated.seats)
 
 
