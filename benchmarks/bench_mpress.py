@@ -47,6 +47,7 @@ from pipefit.schema.plan import Plan
 from pipefit.schema.profile import ModelProfile
 from pipefit.schema.training import Training
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import assembled
 
 RESULTS = Path(__file__).parent / "results" / "mpress.json"
 RESERVE = 2 << 30
@@ -246,7 +247,7 @@ def figures(made: Plan) -> dict[str, Any]:
     assert made.prediction is not None, "planners predict"
     assert made.provenance is not None, "and say who they are"
     seconds = Simulation(made, steps=3).step_seconds[2]
-    told = accounts(made, Simulation(made), most_actions=1 << 40).compactions
+    told = accounts(made, assembled(made), most_actions=1 << 40).compactions
     over = [p - b for p, b in zip(made.prediction.peak_bytes, made.cluster.budgets, strict=True)]
     return {
         "step_seconds": seconds,
