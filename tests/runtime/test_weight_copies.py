@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipefit import profiler
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.memory.stage import Costs
@@ -106,7 +107,7 @@ def trained_layers() -> list[nn.Module]:
 def unlike(made: Callable[[], Sequence[nn.Module]], sizes: tuple[int, ...] = (2,)) -> ModelProfile:
     """Return the profile with separate copies in every forward, as autocast makes them without pipefit."""
     with mock.patch(SEPARATE, return_value=[]):
-        return profile(mixed(made), microbatch_size=sizes)
+        return profiler.profile(mixed(made), microbatch_size=sizes)
 
 
 def planned(
@@ -214,7 +215,7 @@ def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
     )
     once = profile(task, microbatch_size=1, target="cuda")
     with mock.patch(SEPARATE, return_value=[]):
-        each = profile(task, microbatch_size=1, target="cuda")
+        each = profiler.profile(task, microbatch_size=1, target="cuda")
     weights, biases = 2 * 12 * 32 * 32, 2 * 9 * 32
     plans = [in_stages(task, found) for found in (once, each)]
     traces = [simulate(plan) for plan in plans]
