@@ -13,6 +13,7 @@ machine. The unit of work is a new action.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -167,6 +168,7 @@ class Evaluator:
         self._simulated: dict[Candidate, Evaluation] = {}  # shared by all evaluators restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
         self._too_slow: dict[Candidate, float] = {}  # seconds of candidates whose memory is unknown
+        self._decisions: dict[Hashable, tuple[Decision, ...]] = {}  # by stage, its layers, devices and choice
         self.work = 0  # new actions requested, and equivalent work
         self.effort = 1.0  # scale of every budget
         self.ended = False  # whether a budget has ended a search
@@ -179,7 +181,7 @@ class Evaluator:
         length of a search does not depend on other searches.
         """
         result = copy(self)
-        result.question, result._menus = self.question.using(means), {}
+        result.question, result._menus, result._decisions = self.question.using(means), {}, {}
         result._parts, result.known, result._too_slow, result.work = self._parts.apart(), {}, {}, 0
         return result
 
@@ -237,9 +239,15 @@ class Evaluator:
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
         """Return the decisions of a candidate's plan."""
-        stages = enumerate(zip(candidate.choices, self.stage_menus(candidate.split), strict=True))
-        made = tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
-        return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
+        made, menus = list[Decision](), self.stage_menus(candidate.split)
+        for stage, choice in enumerate(candidate.choices):
+            key = stage, candidate.split.edges[stage : stage + 2], candidate.split.grid(stage), choice
+            if key not in self._decisions:
+                own = decisions_of(stage, choice, menus[stage], HOST)
+                ahead = self.question.means.ahead
+                self._decisions[key] = tuple(one if ahead else replace(one, ahead=0) for one in own)
+            made += self._decisions[key]
+        return tuple(made)
 
     def kept(self, split: Split) -> Candidate:
         """Return the candidate of a split that keeps everything."""
