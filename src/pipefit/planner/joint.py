@@ -8,8 +8,9 @@ every device and every host at every instant by the exact ledger.
        devices, with stages spread over the wires to hosts (`planner.improvement`), and in the order of the
        devices.
     2. Improve the best of them, of the plan of `mpress` and of the time split by single changes
-       (`planner.improvement`), and several stages at once, at random. If the plan is still far from its
-       bound, do both again, and change stages that end a step late early. Leave out unneeded techniques.
+       (`planner.improvement`), and several stages at once, at random. If a synchronous plan is still far
+       from its bound, do both again, and change stages that end a step late early. Leave out unneeded
+       techniques.
     3. Of long steps, simulate all microbatches.
 
 So the plan is never slower than `mpress`, nor than the time split if that fits, and never over a device's
@@ -215,7 +216,7 @@ class JointSearch:
         far = self._bound(means) * (1 + _FAR)
         for again in (False, True) if some and best.seconds < self._wanders_below else ():
             if again:
-                if best.fits and best.seconds <= far:
+                if self._question.training.endless or (best.fits and best.seconds <= far):
                     break
                 budget = Budget(evaluator, _AGAIN * _IMPROVING)
                 best = improved(filler, best, budget=budget, at_least=self.bound, latest=True)
