@@ -7,9 +7,11 @@
     4 bundles, 128 layers      the same of 128 layers and 32 microbatches
 
     PYTHONPATH=src python benchmarks/bench_simulator.py [--beside CHECKOUT] [--json PATH] [--repeat N]
+        [--only READING ...]
 
-Five readings of each program: making it, with its checks (lower); the peaks of one step alone; peaks and step time; the
-whole trace; and what a planner pays for a candidate: lowering, and the peaks and seconds of two steps. Seconds are the
+Seven readings of each program: making it, with its checks (lower); the peaks of one step alone; peaks and step time;
+the whole trace; what a planner pays for a candidate: lowering, and the peaks and seconds of two steps; and the clock alone,
+compiled (with the arrays that it reads) and in Python, for two steps. Seconds are the
 CPU's, the least of N repeats: a simulation waits for nothing, so that a busy machine distorts them less than it
 does the clock. With `--beside`, the first two programs are simulated by the version in another checkout too, in turns
 (`simulator_beside.py`): "new costs" are the peaks of the first plan of a profile, for which nothing is kept yet, and
@@ -21,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import process_time
@@ -35,6 +37,7 @@ from pipefit.schema.grids import Stage
 from pipefit.schema.plan import Plan
 from pipefit.schema.program import Program
 from pipefit.simulator import Costs, Simulation, simulate
+from pipefit.simulator.clock import _LIBRARY, _compiled, _interpreted
 from simulator_beside import least_seconds
 from support.pipelines import equal_profile, make_cluster, make_plan, offload_all
 
@@ -126,8 +129,10 @@ def best_seconds(work: Callable[[], object], repeat: int) -> float:
     return min(times)
 
 
-def measure(name: str, plan: Plan, program: Program, repeat: int) -> Iterator[Row]:
-    """One row per reading."""
+def measure(
+    name: str, plan: Plan, program: Program, repeat: int, only: Sequence[str] | None = None
+) -> Iterator[Row]:
+    """One row per reading, or for some of them."""
     actions, costs = sum(map(len, program.actions)), Costs.of(plan)
     readings: dict[str, Callable[[], object]] = {
         "lower": lambda: lower(plan),
@@ -135,10 +140,13 @@ def measure(name: str, plan: Plan, program: Program, repeat: int) -> Iterator[Ro
         "peaks and seconds": lambda: _figures(Simulation(plan, program=program, steps=STEPS, costs=costs)),
         "trace": lambda: simulate(plan, program=program, steps=STEPS),
         "candidate": lambda: _figures(Simulation(plan, costs=costs)),
+        **clocks(Simulation(plan, program=program, steps=STEPS, costs=costs)),
     }
     if program != lower(plan):  # it was written by hand
         readings = {name: run for name, run in readings.items() if name not in ("lower", "candidate")}
     for reading, run in readings.items():
+        if only is not None and reading not in only:
+            continue
         seconds = best_seconds(run, repeat)
         yield Row(
             program=name,
@@ -147,6 +155,19 @@ def measure(name: str, plan: Plan, program: Program, repeat: int) -> Iterator[Ro
             seconds=seconds,
             us_per_action=seconds / actions * 1e6,
         )
+
+
+def clocks(simulation: Simulation) -> dict[str, Callable[[], object]]:
+    """The clocks of two steps."""
+    timed = simulation._timed_program
+
+    def compiled() -> object:
+        for kept in ("flat", "opposite"):
+            timed.__dict__.pop(kept, None)
+        return _compiled(_LIBRARY, timed, 2)
+
+    own = {"clock": compiled} if _LIBRARY is not None else {}
+    return {**own, "clock in Python": lambda: _interpreted(timed, 2)}
 
 
 def _figures(simulation: Simulation) -> tuple[object, object]:
@@ -171,10 +192,11 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", nargs="+", help="readings, such as clock and 'clock in Python'")
     options = parser.parse_args()
     rows = []
     for name, plan, program in programs():
-        for row in measure(name, plan, program, options.repeat):
+        for row in measure(name, plan, program, options.repeat, options.only):
             print(line(row), flush=True)
             rows.append(row)
     beside = [] if options.beside is None else least_seconds(options.beside, options.repeat)

@@ -191,13 +191,14 @@ def test_tensors_that_hooks_do_not_see(split: tuple[int, ...], schedule: str, re
 def test_copies_of_weights_for_autocast(schedule: str, recompute: Recompute) -> None:
     """All microbatches share one half-precision copy of each weight, which `torch.autocast` would make anew.
 
-    A core without AVX-512 has other kernels of bfloat16, whose recomputation is a little over-estimated.
+    A recomputation counts an activation until the bias has its gradient. That is not at the peak if kernels take
+    more memory before.
     """
     task = replace(some_layers(), precision="mixed-bfloat16", loss=mse_of_floats)
     options = {"microbatches": 6, "schedule": schedule, "recompute": recompute}
     plan = plan_of(task, (3, 3), size=8, **options)
-    most = 1.0 if recompute == "never" or "AVX512" in torch.backends.cpu.get_cpu_capability() else 1.02
-    assert all(dry <= ledger <= most * dry for dry, ledger in certified_and_simulated(task, plan))
+    activation = 8 * 96 * 2 if recompute == "always" else 0
+    assert all(dry <= ledger <= dry + activation for dry, ledger in certified_and_simulated(task, plan))
 
 
 def mse_of_floats(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -498,12 +499,12 @@ def test_state_of_parameters_without_gradients() -> None:
 def test_casts_of_divided_weights(shard: Sharding, schedule: str) -> None:
     """Every microbatch in flight keeps its casts of weights, and a backward frees one after the other.
 
-    A core without AVX-512 has other kernels of bfloat16, which need less at the peak than their sum.
+    One cast counts to the end of its layer's backward. That is not at the peak if kernels take more memory before.
     """
     task = replace(some_layers(), precision="mixed-bfloat16", loss=mse_of_floats)
     plan = divided_plan(task, (3, 3), shard, microbatches=6, schedule=schedule)
-    biases, most = 4 * 96, 1.05 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 1.12
-    assert all(dry - biases <= ledger <= most * dry for dry, ledger in certified_and_simulated(task, plan))
+    biases, cast = 4 * 96, 64 * 96 * 2
+    assert all(dry - biases <= ledger <= dry + cast for dry, ledger in certified_and_simulated(task, plan))
 
 
 @pytest.mark.parametrize("recompute", ["always", "stages"])
