@@ -10,10 +10,10 @@
         [--only READING ...]
 
 Seven readings of each program: making it, with its checks (lower); the peaks of one step alone; peaks and step time;
-the whole trace; what a planner pays for a candidate: lowering, and the peaks and seconds of two steps; and the clock alone,
-compiled (with the arrays that it reads) and in Python, for two steps. Seconds are the
-CPU's, the least of N repeats: a simulation waits for nothing, so that a busy machine distorts them less than it
-does the clock. With `--beside`, the first two programs are simulated by the version in another checkout too, in turns
+the whole trace; what a planner pays for a candidate: lowering, and the peaks and seconds of two steps; and the clock
+alone for two steps, compiled (with the arrays that it reads) and in Python. Seconds are the CPU's, the least of N
+repeats: a simulation waits for nothing, so that a busy machine distorts them less than it does the clock.
+With `--beside`, the first two programs are simulated by the version in another checkout too, in turns
 (`simulator_beside.py`): "new costs" are the peaks of the first plan of a profile, for which nothing is kept yet, and
 "lower" is what makes the program, before any simulation.
 """
