@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pipefit.planner import Question
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, FillingSetting
-from pipefit.planner.improvement import wandered
+from pipefit.planner.improvement import Changes, wandered
 from pipefit.planner.memory_choices import (
     TO_HOST,
     Menu,
@@ -147,3 +149,13 @@ def test_state_and_tensors_of_single_layers_move() -> None:
     ]
     away = StageChoice.keep(1)._replace(places=(TO_HOST,), near=1, staying=frozenset({1, 2}))
     assert chosen(away) == ["stage 0: offload saved 0.1, 3.1 to host"]
+
+
+@pytest.mark.parametrize(("latest", "order"), [(False, [2, 0, 3, 1]), (True, [2, 0, 1, 3])])
+def test_stages_that_end_late_are_changed_early(latest: bool, order: list[int]) -> None:
+    """The stage that lacks memory comes first, then the busiest; stage 1 computes least and ends last."""
+    changes: Any = Changes.__new__(Changes)
+    simulation = SimpleNamespace(utilisation=(0.9, 0.1, 0.2, 0.3), last_ends={0: 1.0, 1: 9.0, 2: 5.0, 3: 7.0})
+    changes._best = SimpleNamespace(over=(-1, -1, 5, -1), simulation=simulation)
+    changes._split, changes._latest = SimpleNamespace(devices=(0, 1, 2, 3)), latest
+    assert changes._in_order == order
